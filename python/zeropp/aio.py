@@ -27,13 +27,16 @@ from torch import Tensor
 
 from zeropp import _C
 from zeropp.errors import Error
+from zeropp.files import io_settings
 
 __all__ = ["CancelledError", "Engine", "Future"]
 
 DEFAULT_DEPTH = 32
 DEFAULT_BLOCK_BYTES = 1 << 20
+DEFAULT_THREADS = 8
 
 Path = str | os.PathLike[str]
+Priority = Literal["auto", "urgent", "background"]
 _BACKENDS = {"auto": 0, "io_uring": 1, "threads": 2}
 _PRIORITIES = {"auto": 0, "urgent": 1, "background": 2}
 
@@ -143,24 +146,19 @@ class Engine:
         for name, flag in (("direct", direct), ("sqpoll", sqpoll), ("checksums", checksums)):
             if not isinstance(flag, bool):
                 raise TypeError(f"aio: {name} is {flag!r}, wanted True or False")
-        stripe = _count("stripe_bytes", DEFAULT_BLOCK_BYTES if stripe_bytes is None else stripe_bytes, 1)
-        if (depth is None or block_bytes is None) and folders:
-            from zeropp.files.io_settings import shape
-
-            known = shape(folders, stripe)
-            if known is not None:
-                depth = known[0] if depth is None else depth
-                block_bytes = known[1] if block_bytes is None else block_bytes
-        self._log = log if log is not None else warn_once
+        stripe = _count("stripe_bytes", stripe_bytes, DEFAULT_BLOCK_BYTES)
+        measured = depth is None or block_bytes is None
+        default_depth, default_block_bytes = _defaults(folders if measured else (), stripe)
+        self._log = log or warn_once
         self._core = _C.AioEngine(
-            depth=_count("depth", DEFAULT_DEPTH if depth is None else depth, 1),
-            block_bytes=_count("block_bytes", DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes, 1),
+            depth=_count("depth", depth, default_depth),
+            block_bytes=_count("block_bytes", block_bytes, default_block_bytes),
             direct=direct,
             sqpoll=sqpoll,
             checksums=checksums,
             backend=_one_of("backend", backend, _BACKENDS),
-            threads=_count("threads", 8 if threads is None else threads, 1),
-            arena_bytes=0 if arena_bytes is None else _count("arena_bytes", arena_bytes, 1),
+            threads=_count("threads", threads, DEFAULT_THREADS),
+            arena_bytes=_count("arena_bytes", arena_bytes, 0),
             stripes=tuple(os.fsencode(folder) for folder in folders),
             stripe_bytes=stripe,
         )
@@ -170,14 +168,7 @@ class Engine:
         for line in self._core.take_log():
             self._log(line)
 
-    def read(
-        self,
-        tensor: Tensor,
-        path: Path,
-        offset_bytes: int = 0,
-        *,
-        priority: Literal["auto", "urgent", "background"] = "auto",
-    ) -> Future:
+    def read(self, tensor: Tensor, path: Path, offset_bytes: int = 0, *, priority: Priority = "auto") -> Future:
         """Begin to fill ``tensor`` (contiguous, on CPU) from the file, starting at ``offset_bytes``.
 
         Raises:
@@ -185,14 +176,7 @@ class Engine:
         """
         return self._submit(False, tensor, path, offset_bytes, priority)
 
-    def write(
-        self,
-        tensor: Tensor,
-        path: Path,
-        offset_bytes: int = 0,
-        *,
-        priority: Literal["auto", "urgent", "background"] = "auto",
-    ) -> Future:
+    def write(self, tensor: Tensor, path: Path, offset_bytes: int = 0, *, priority: Priority = "auto") -> Future:
         """Begin to write ``tensor`` (contiguous, on CPU) into the file, which is created or grown as needed.
 
         The data are with the file when ``wait`` returns, and survive a power cut after ``flush(durable=True)``. Growth
@@ -296,9 +280,16 @@ def _one_of(name: str, value: str, known: dict[str, int]) -> int:
     return known[value]
 
 
-def _count(name: str, value: int, least: int) -> int:
+def _count(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        return default
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"aio: {name} is {value!r}, wanted a whole number")
-    if not least <= value < 2**62:
-        raise ValueError(f"aio: {name} is {value}, wanted at least {least}")
+    if not 1 <= value < 2**62:
+        raise ValueError(f"aio: {name} is {value}, wanted at least 1")
     return value
+
+
+def _defaults(folders: Sequence[Path], stripe_bytes: int) -> tuple[int, int]:
+    """Return the depth and block size that were measured for the devices of these folders, or else fixed ones."""
+    return io_settings.shape(folders, stripe_bytes) or (DEFAULT_DEPTH, DEFAULT_BLOCK_BYTES)

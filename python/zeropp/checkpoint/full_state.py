@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from zeropp.checkpoint.sources import Source, opened
 from zeropp.comm.collective import Ranks
@@ -121,18 +122,17 @@ def full_state_dict(
         Keys in ``state_dict``'s own order; tied parameters stand under all their names and share one tensor.
     """
     engine = engine_of(model)
-    wanted = not rank_0_only or engine.rank == 0
-    whole: dict[str, torch.Tensor] = {}
-    for name, tensor in named_full_tensors(model, only=only):
-        if wanted:
-            whole[name] = tensor
-    if not wanted:
+    stream = named_full_tensors(model, only=only)
+    if rank_0_only and engine.rank:
+        for _ in stream:  # gathers are collective
+            pass
         return {}
+    whole = dict(stream)
     if engine.comm is not None and not rank_0_only:
         _take_rank_0s(engine, [whole[name] for name, _ in loose_tensors(model) if name in whole])
     aliases = _aliases(engine, model)
     extra = {key: module.get_extra_state() for key, module in _extra_states(model)}
-    keys = [key for key in _keys(model) if only is None or only(key)]
+    keys = filter(only, _keys(model)) if only is not None else _keys(model)
     return {key: extra[key] if key in extra else whole[aliases[key]] for key in keys}
 
 
@@ -236,8 +236,6 @@ def _bar(engine: Engine, shown: bool) -> Iterator[Callable[[int], object]]:
     if not shown:
         yield lambda count: None
         return
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
     total = sum(entry.numel * unit.dtype.itemsize for unit in engine.units for entry in unit.params)
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading") as bar:
         yield bar.update
@@ -262,15 +260,9 @@ def _numbers(entry: Entry, values: Source, name: str, begin: int, end: int) -> t
 
 
 def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool) -> None:
-    known: set[str] = set()
     given = set(values.names())
     missing = []
-    shapes: list[tuple[list[str], tuple[int, ...]]] = [
-        (e.names, tuple(e.shape)) for u in engine.units for e in u.params
-    ]
-    shapes += [([name], tuple(buffer.shape)) for name, buffer in loose_tensors(model)]
-    for names, shape in shapes:
-        known.update(names)
+    for names, shape in _shapes(engine, model):
         there = next((one for one in names if one in given), None)
         if there is None:
             missing.append(names[0])
@@ -278,15 +270,19 @@ def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool)
             raise CheckpointError(
                 f"load_full_state_dict: '{there}' has shape {values.shape(there)}, the model's has {shape}"
             )
-    extra = dict(_extra_states(model))
-    foreign = sorted(given - known - set(_aliases(engine, model)) - extra.keys())
-    if strict and (missing or foreign):
-        said = []
-        if missing:
-            said.append(f"{counted(len(missing), 'name')} {are(len(missing))} missing{_some(missing)}")
-        if foreign:
-            said.append(f"{counted(len(foreign), 'name')} {are(len(foreign))} unknown to the model{_some(foreign)}")
-        raise CheckpointError(f"load_full_state_dict: {', '.join(said)}; strict=False leaves those alone")
+    foreign = sorted(given - set(_aliases(engine, model)) - dict(_extra_states(model)).keys())
+    rows = ((missing, "missing"), (foreign, "unknown to the model"))
+    differences = [
+        f"{counted(len(names), 'name')} {are(len(names))} {what}{_some(names)}" for names, what in rows if names
+    ]
+    if strict and differences:
+        raise CheckpointError(f"load_full_state_dict: {', '.join(differences)}; strict=False leaves those alone")
+
+
+def _shapes(engine: Engine, model: nn.Module) -> Iterator[tuple[list[str], tuple[int, ...]]]:
+    """Yield (names, shape) of each parameter, persistent buffer and ignored parameter."""
+    yield from ((entry.names, tuple(entry.shape)) for unit in engine.units for entry in unit.params)
+    yield from (([name], tuple(tensor.shape)) for name, tensor in loose_tensors(model))
 
 
 def _some(names: list[str]) -> str:

@@ -27,7 +27,7 @@ from zeropp.errors import CheckpointError, ConfigError
 from zeropp.files import safefile
 from zeropp.ops import moments_decode_, moments_scales
 from zeropp.wording import are, counted
-from zeropp.zero.engine import WHOLE, Engine, Unit, engine_of
+from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
 from zeropp.zero.unfreeze import was_trained
 
 
@@ -215,33 +215,46 @@ def _check_fit(
 ) -> None:
     saved = content["parameters"]
     mine = {entry.names[0]: entry for unit in engine.units for entry in unit.params}
-    missing = sorted(mine.keys() - saved.keys() - set(content.get("left_out", ())))
-    foreign = sorted(saved.keys() - mine.keys())
-    if strict and (missing or foreign):
-        said = []
-        if missing:
-            said.append(f"{counted(len(missing), 'parameter')} {are(len(missing))} not in it{_first(missing)}")
-        if foreign:
-            said.append(
-                f"{counted(len(foreign), 'parameter')} of it {are(len(foreign))} not in the model{_first(foreign)}"
-            )
-        raise CheckpointError(f"{folder}: holds another model: {', '.join(said)}; build the model that was saved")
-    for name, entry in ((name, one) for name, one in mine.items() if name in saved):
-        if list(entry.shape) != saved[name]["shape"]:
-            raise CheckpointError(
-                f"{folder}: '{name}' has shape {saved[name]['shape']} there, {list(entry.shape)} in the model"
-            )
-        if entry.is_complex != saved[name].get("complex", False):
-            kinds = ("real", "complex") if entry.is_complex else ("complex", "real")
-            raise CheckpointError(f"{folder}: '{name}' is {kinds[0]} there, {kinds[1]} in the model")
+    if strict:
+        _check_same_names(mine, content, folder)
+    for name, entry in mine.items():
+        if name in saved:
+            _check_parameter_fit(name, entry, saved[name], folder)
     if optimizer is not None:
         _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
         _check_unfrozen(engine, saved, folder)
     if scheduler is not None:
-        there = content["scheduler"]
-        if there is None or there["class"] != type(scheduler).__name__:
-            kind = "no scheduler" if there is None else f"a {there['class']}"
-            raise CheckpointError(f"{folder}: holds {kind}, and a {type(scheduler).__name__} is to be restored")
+        _check_scheduler_fit(content["scheduler"], scheduler, folder)
+
+
+def _check_same_names(mine: Mapping[str, Entry], content: Mapping[str, Any], folder: Path) -> None:
+    saved = content["parameters"]
+    missing = sorted(mine.keys() - saved.keys() - set(content.get("left_out", ())))
+    foreign = sorted(saved.keys() - mine.keys())
+    rows = ((missing, "", "not in it"), (foreign, " of it", "not in the model"))
+    differences = [
+        f"{counted(len(names), 'parameter')}{of} {are(len(names))} {what} (first '{names[0]}')"
+        for names, of, what in rows
+        if names
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{folder}: holds another model: {', '.join(differences)}; build the model that was saved"
+        )
+
+
+def _check_parameter_fit(name: str, entry: Entry, there: Mapping[str, Any], folder: Path) -> None:
+    if list(entry.shape) != there["shape"]:
+        raise CheckpointError(f"{folder}: '{name}' has shape {there['shape']} there, {list(entry.shape)} in the model")
+    if entry.is_complex != there.get("complex", False):
+        kinds = ("real", "complex") if entry.is_complex else ("complex", "real")
+        raise CheckpointError(f"{folder}: '{name}' is {kinds[0]} there, {kinds[1]} in the model")
+
+
+def _check_scheduler_fit(there: Any, scheduler: Any, folder: Path) -> None:
+    if there is None or there["class"] != type(scheduler).__name__:
+        kind = "no scheduler" if there is None else f"a {there['class']}"
+        raise CheckpointError(f"{folder}: holds {kind}, and a {type(scheduler).__name__} is to be restored")
 
 
 def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], folder: Path) -> None:
@@ -272,10 +285,6 @@ def _check_unfrozen(engine: Engine, saved: Mapping[str, Any], folder: Path) -> N
             engine.unfreezing.require_possible(unit, name)
         except ConfigError as error:
             raise CheckpointError(f"{folder}: '{name}' was trained there, and is frozen here: {error}") from None
-
-
-def _first(names: list[str]) -> str:
-    return f" (first '{names[0]}')" if names else ""
 
 
 Then = list[Callable[[], None]]
@@ -328,26 +337,31 @@ def _fill_state(
     if not unit.states_in.in_file and not any(map(was_trained, entries)):
         engine.forget_optimizer_state(unit)
         return
-    kinds = {kind for one in entries for kind in one["pieces"] if kind} | (
-        engine.optimizer_state(unit).keys() - {"step"}
-    )
+    kinds = {kind for one in entries for kind in one["pieces"] if kind} | engine.optimizer_state(unit).keys()
+    state = {kind: engine.state_buffer(unit, kind) for kind in kinds - {"step"}}
     in_place = engine.states_in_place(unit)
-    state = {kind: engine.state_buffer(unit, kind) for kind in kinds}
-    state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
     with contextlib.nullcontext(fills) if in_place else safefile.Fills() as now:
-        for index, first, elems in unit.pieces():
-            entry = unit.params[index]
-            begin = unit.begin_elems + first - entry.offset_elems
-            for kind in kinds:
-                target = state[kind][first : first + elems]
-                if kind in entries[index]["pieces"]:
-                    parts.fill(now, entry.names[0], kind, begin, target, entries[index]["pieces"][kind])
-                else:
-                    target.zero_()
+        _read_state(unit, state, entries, parts, now)
+    state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
     if in_place:
         then.append(lambda: engine.load_optimizer_state(unit, state))
     else:
         engine.load_optimizer_state(unit, state)
+
+
+def _read_state(
+    unit: Unit, state: Mapping[str, torch.Tensor], entries: list[Any], parts: _Parts, fills: safefile.Fills
+) -> None:
+    """Fill buffers of ``shard`` length with this rank's part of the saved states; zeros where nothing was saved."""
+    for index, first, elems in unit.pieces():
+        entry, pieces = unit.params[index], entries[index]["pieces"]
+        begin = unit.begin_elems + first - entry.offset_elems
+        for kind, values in state.items():
+            target = values[first : first + elems]
+            if kind in pieces:
+                parts.fill(fills, entry.names[0], kind, begin, target, pieces[kind])
+            else:
+                target.zero_()
 
 
 def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:

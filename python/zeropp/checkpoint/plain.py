@@ -10,16 +10,18 @@ object with one key: ``{"$tuple": [...]}``, ``{"$map": [[key, value], ...]}``, `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from zeropp.errors import CheckpointError
 
+Tensors = dict[str, torch.Tensor]
 
-def to_plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` as JSON can hold it; tensors found in it are added to ``tensors``.
+
+def to_plain(value: Any, where: str, tensors: Tensors) -> Any:
+    """Return ``value`` as JSON can hold it; tensors found in it are added to ``tensors``.
 
     Args:
         where: the path to ``value``, for messages and tensor names.
@@ -27,26 +29,11 @@ def to_plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         zeropp.CheckpointError: a value of another kind; with its path.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if value is None:
         return value
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    if isinstance(value, torch.Tensor):
-        tensors["/" + where] = value.detach().cpu().contiguous()  # no parameter or buffer is called so
-        return {"$tensor": "/" + where}
-    if isinstance(value, (bytes, bytearray)):
-        return {"$bytes": bytes(value).hex()}
-    if isinstance(value, Counter):
-        return {"$counter": _pairs(value, where, tensors)}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: to_plain(item, f"{where}.{key}", tensors) for key, item in value.items()}
-        return {"$map": _pairs(value, where, tensors)}
-    if isinstance(value, (list, tuple)):
-        items = [to_plain(item, f"{where}.{index}", tensors) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, (set, frozenset)):
-        return {"$set": [to_plain(item, f"{where}.{index}", tensors) for index, item in enumerate(sorted(value))]}
+    encode = next((encode for kinds, encode in _ENCODERS if isinstance(value, kinds)), None)
+    if encode is not None:
+        return encode(value, where, tensors)
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         return to_plain(value.item(), where, tensors)
     raise CheckpointError(
@@ -55,7 +42,37 @@ def to_plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor]) -> list[list[Any]]:
+def _tensor(value: torch.Tensor, where: str, tensors: Tensors) -> dict[str, str]:
+    tensors["/" + where] = value.detach().cpu().contiguous()  # no parameter or buffer is called so
+    return {"$tensor": "/" + where}
+
+
+def _mapping(value: Mapping[Any, Any], where: str, tensors: Tensors) -> dict[str, Any]:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: to_plain(item, f"{where}.{key}", tensors) for key, item in value.items()}
+    return {"$map": _pairs(value, where, tensors)}
+
+
+def _items(value: Iterable[Any], where: str, tensors: Tensors) -> list[Any]:
+    return [to_plain(item, f"{where}.{index}", tensors) for index, item in enumerate(value)]
+
+
+#: The first row that fits a value encodes it: a subclass of a number becomes the number itself.
+_ENCODERS: tuple[tuple[Any, Callable[[Any, str, Tensors], Any]], ...] = (
+    ((bool, str), lambda value, where, tensors: value),
+    (int, lambda value, where, tensors: int(value)),
+    (float, lambda value, where, tensors: float(value)),
+    (torch.Tensor, _tensor),
+    ((bytes, bytearray), lambda value, where, tensors: {"$bytes": bytes(value).hex()}),
+    (Counter, lambda value, where, tensors: {"$counter": _pairs(value, where, tensors)}),
+    (Mapping, _mapping),
+    (list, _items),
+    (tuple, lambda value, where, tensors: {"$tuple": _items(value, where, tensors)}),
+    ((set, frozenset), lambda value, where, tensors: {"$set": _items(sorted(value), where, tensors)}),
+)
+
+
+def _pairs(value: Mapping[Any, Any], where: str, tensors: Tensors) -> list[list[Any]]:
     return [
         [to_plain(key, f"{where}.{index}.key", tensors), to_plain(item, f"{where}.{index}", tensors)]
         for index, (key, item) in enumerate(value.items())
@@ -63,22 +80,27 @@ def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor
 
 
 def from_plain(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of :func:`to_plain`."""
+    """Return what :func:`to_plain` was given."""
     if isinstance(value, list):
         return [from_plain(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((kind, held),) = value.items()
-        if kind == "$tensor":
-            return tensors[held]
-        if kind == "$tuple":
-            return tuple(from_plain(item, tensors) for item in held)
-        if kind == "$set":
-            return {from_plain(item, tensors) for item in held}
-        if kind == "$bytes":
-            return bytes.fromhex(held)
-        if kind in ("$map", "$counter"):
-            pairs = {from_plain(key, tensors): from_plain(item, tensors) for key, item in held}
-            return Counter(pairs) if kind == "$counter" else pairs
+        if kind in _DECODERS:
+            return _DECODERS[kind](held, tensors)
     return {key: from_plain(item, tensors) for key, item in value.items()}
+
+
+def _map(held: list[Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {from_plain(key, tensors): from_plain(item, tensors) for key, item in held}
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
+    "$tensor": lambda held, tensors: tensors[held],
+    "$tuple": lambda held, tensors: tuple(from_plain(item, tensors) for item in held),
+    "$set": lambda held, tensors: {from_plain(item, tensors) for item in held},
+    "$bytes": lambda held, tensors: bytes.fromhex(held),
+    "$map": _map,
+    "$counter": lambda held, tensors: Counter(_map(held, tensors)),
+}

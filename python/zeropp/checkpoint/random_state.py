@@ -22,9 +22,8 @@ def collect(tensors: dict[str, torch.Tensor]) -> Any:
         "torch": torch.get_rng_state(),
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
-    if "numpy" in sys.modules:
-        import numpy
-
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
         state: Any = numpy.random.get_state(legacy=True)
         kind, key, position, has_gauss, cached = state
         states["numpy"] = {

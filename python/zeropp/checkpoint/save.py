@@ -13,6 +13,7 @@ Nothing is pickled. Byte-level format: docs/checkpoint-format.md. Loading: resto
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -53,32 +54,16 @@ from zeropp.zero.step.custom import kind_of
 
 @overload
 def save(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Any = None,
-    *,
-    step: int | None = None,
-    scheduler: Any = None,
-    extra: Any = None,
-    keep: int | None = None,
-    spare: bool = False,
-    only: Callable[[str], bool] | None = None,
-    background: Literal[False] = False,
-) -> Path: ...
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
+    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
+    only: Callable[[str], bool] | None = None, background: Literal[False] = False,
+) -> Path: ...  # fmt: skip
 @overload
 def save(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Any = None,
-    *,
-    step: int | None = None,
-    scheduler: Any = None,
-    extra: Any = None,
-    keep: int | None = None,
-    spare: bool = False,
-    only: Callable[[str], bool] | None = None,
-    background: Literal[True],
-) -> Saving: ...
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
+    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
+    only: Callable[[str], bool] | None = None, background: Literal[True],
+) -> Saving: ...  # fmt: skip
 @overload
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
@@ -133,13 +118,7 @@ def save(
     Cost: each rank writes its shards once: 4 bytes a parameter and 8 of AdamW's state, over N ranks. Memory: 16 MiB; in
     the background one copy of these shards, whose memory the next background save of the model uses again.
     """
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise ConfigError(f"save: step {step!r} is not allowed; wanted a whole number >= 0, or None for the next one")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ConfigError(f"save: keep {keep!r} is not allowed; wanted a whole number >= 1, or None to keep all")
-    for name, value in (("background", background), ("spare", spare)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"save: {name} {value!r} is not allowed; wanted True or False")
+    _check_arguments(step, keep, background, spare)
     engine = engine_of(model)
     check_optimizer(engine, optimizer)
     ranks = Ranks(engine)
@@ -179,22 +158,37 @@ def save(
         raise
     if not background:
         return plan.final
+    return behind.start(engine, plan.final, ranks, functools.partial(_write_behind, plan, own[0], content, ranks))
 
-    def rest() -> None:
-        try:
-            entry = own[0].write()
-            if ranks.rank == 0:
-                plan.commit(content, [entry, *behind.collect(plan.partial, plan.parts, ranks.count)])
-        except BaseException:
-            if ranks.rank == 0:
-                with contextlib.suppress(Error):  # the others may still be writing there
-                    behind.collect(plan.partial, plan.parts, ranks.count)
-                plan.undo()
-            raise
-        finally:
-            folder_writer.leave(plan)
 
-    return behind.start(engine, plan.final, ranks, rest)
+def _check_arguments(step: Any, keep: Any, background: Any, spare: Any) -> None:
+    if step is not None and not _is_count(step, 0):
+        raise ConfigError(f"save: step {step!r} is not allowed; wanted a whole number >= 0, or None for the next one")
+    if keep is not None and not _is_count(keep, 1):
+        raise ConfigError(f"save: keep {keep!r} is not allowed; wanted a whole number >= 1, or None to keep all")
+    for name, value in (("background", background), ("spare", spare)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"save: {name} {value!r} is not allowed; wanted True or False")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _write_behind(plan: _Plan, own: behind.RankFile, content: dict[str, Any], ranks: Ranks) -> None:
+    """Write this rank's file in the background; rank 0 waits for the others and commits."""
+    try:
+        entry = own.write()
+        if ranks.rank == 0:
+            plan.commit(content, [entry, *behind.collect(plan.partial, plan.parts, ranks.count)])
+    except BaseException:
+        if ranks.rank == 0:
+            with contextlib.suppress(Error):  # the others may still be writing there
+                behind.collect(plan.partial, plan.parts, ranks.count)
+            plan.undo()
+        raise
+    finally:
+        folder_writer.leave(plan)
 
 
 def check_optimizer(engine: Engine, optimizer: Any) -> None:
@@ -309,15 +303,7 @@ def _describe_rank(
     if private is not None:
         part["private"] = to_plain(private, "private", loose)
     if engine.rank == 0:
-        buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in loose_tensors(model)]
-        pieces += [piece_of(name, buffer) for name, buffer in buffers]
-        part["buffers"] = [name for name, _ in buffers]
-        part["extra"] = to_plain(extra, "extra", loose)
-        if scheduler is not None:
-            part["scheduler"] = {
-                "class": type(scheduler).__name__,
-                "state": to_plain(scheduler.state_dict(), "scheduler", loose),
-            }
+        pieces += _common_pieces(model, scheduler, extra, part, loose)
     pieces += [piece_of(name, tensor) for name, tensor in loose.items()]
     part["about"] = {
         "format": "pt",
@@ -326,6 +312,19 @@ def _describe_rank(
         "layout": "flat slices: manifest.json",
     }
     return pieces, part
+
+
+def _common_pieces(
+    model: nn.Module, scheduler: Any, extra: Any, part: dict[str, Any], loose: dict[str, torch.Tensor]
+) -> list[Piece]:
+    """Describe what rank 0 saves for all: buffers, user data, the scheduler. Return the buffers' tensors."""
+    buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in loose_tensors(model)]
+    part["buffers"] = [name for name, _ in buffers]
+    part["extra"] = to_plain(extra, "extra", loose)
+    if scheduler is not None:
+        state = to_plain(scheduler.state_dict(), "scheduler", loose)
+        part["scheduler"] = {"class": type(scheduler).__name__, "state": state}
+    return [piece_of(name, buffer) for name, buffer in buffers]
 
 
 def _left_out(engine: Engine, only: Callable[[str], bool] | None) -> set[str]:

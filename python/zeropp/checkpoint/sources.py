@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from zeropp.errors import CheckpointError
 
@@ -143,8 +144,6 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def _open(path: Path, stack: contextlib.ExitStack) -> Source:
-    from safetensors import SafetensorError, safe_open
-
     if path.suffix == ".safetensors":
         try:
             return _Safetensors(stack.enter_context(safe_open(str(path), "pt")))

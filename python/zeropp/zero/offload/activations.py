@@ -37,6 +37,7 @@ from zeropp import aio
 from zeropp.comm.collective import Ranks
 from zeropp.config import Tier
 from zeropp.errors import Error
+from zeropp.files import io_settings
 from zeropp.files.heap_trim import HeapTrim
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
 from zeropp.zero.model.autocast import WrappedCall
@@ -200,9 +201,7 @@ class ActivationFile(ActivationStore):
         self._end = weakref.finalize(self, _end, self._io, self._number, scratch, os.getpid())
 
     def _open(self) -> None:
-        from zeropp.files.io_settings import shape
-
-        depth, block_bytes = shape(self._folders, STRIPE_BYTES) or (None, None)
+        depth, block_bytes = io_settings.shape(self._folders, STRIPE_BYTES) or (None, None)
         most = DEPTH * len(self._folders)
         self._io = aio.Engine(
             min(most, depth or most), block_bytes, checksums=self._checksums, paths=self.file.folders,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zeropp import compat
+from zeropp import aio, compat
 from zeropp.comm.collective import Ranks
 from zeropp.compat import Named
 from zeropp.config import Folders, facts_of, folders
@@ -130,9 +130,7 @@ class OffloadedStates(StateStore):
 
     def _move(self, scratch: Scratch, write: bool) -> None:
         """One file, each tensor from an aligned offset on. The block's end waits for all writes."""
-        from zeropp.aio import Engine as Files
-
-        with Files(paths=scratch.folders, stripe_bytes=STRIPE_BYTES) as files:
+        with aio.Engine(paths=scratch.folders, stripe_bytes=STRIPE_BYTES) as files:
             at = 0
             for one in self._tensors:
                 values = one.detach().reshape(-1)

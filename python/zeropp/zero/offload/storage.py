@@ -15,6 +15,7 @@ import torch
 from zeropp.aio import warn_once
 from zeropp.comm.collective import Ranks
 from zeropp.errors import Error, TierError
+from zeropp.files import io_settings
 from zeropp.files.scratch import STRIPE_BYTES, Scratch, ScratchFile
 from zeropp.zero.model_state import ModelState
 
@@ -172,9 +173,7 @@ disk_traffic = DiskTraffic()
 
 def io_shape(scratch: Scratch) -> tuple[int, int]:
     """Depth and bytes of a block that ``bench-io`` found best for the scratch folder's disk, or disks; 0, 0: not measured."""
-    from zeropp.files.io_settings import shape
-
-    return shape(scratch.folders, STRIPE_BYTES) or (0, 0)
+    return io_settings.shape(scratch.folders, STRIPE_BYTES) or (0, 0)
 
 
 def warn(warning: str) -> None:
