@@ -108,12 +108,10 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
     const uint8_t *present = NULL;
     zpp_zero *core = unit->zero->core;
     if (!zpp_zero_takes_grads(core)) Py_RETURN_NONE;
-    const void *shard = zpp_zero_grad_shard(core, unit->unit->index, &present);
-    if (!shard) Py_RETURN_NONE;
-    if (zpp_zero_grad_file(core)) shard = NULL;
-    return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)shard,
-                         (int)zpp_zero_grad_dtype(core, unit->unit->index), (const char *)present,
-                         unit->count);
+    const int index = unit->unit->index;
+    if (!zpp_zero_grad_shard(core, index, &present)) Py_RETURN_NONE;
+    return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)zpp_zero_grad_address(core, index),
+                         (int)zpp_zero_grad_dtype(core, index), (const char *)present, unit->count);
 }
 
 /* held() -> (address, touched: bytes) of the gradient that this rank has not reduced, in its grad_dtype, or None. */

@@ -26,6 +26,8 @@
 struct zpp_grad_store {
     const char *name;
     bool each_backward; /* see zpp_zero_reduces_each_backward */
+    /* Shards are in this file, and are addresses to read between open and close only. NULL: in memory. */
+    zpp_unit_file *(*file)(const zpp_zero *zero);
     /* --- seal and destroy --- */
     zpp_status (*seal)(zpp_zero *zero, struct zpp_err *err);                            /* of all units, at once */
     zpp_status (*add)(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err); /* of one, at seal or later */
@@ -44,6 +46,17 @@ struct zpp_grad_store {
     void (*clear_all)(zpp_zero *zero);
     /* For a delayed step: what was reduced is at grad->back_shard until the next flip; grad->shard is another place. */
     zpp_status (*flip)(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+
+    /* --- shards in a file, as zero.h has them; the grad exists, and has a gradient but for close and copy --- */
+    zpp_status (*open)(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+    zpp_status (*close)(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+    zpp_status (*settle)(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err);
+    zpp_status (*copy)(zpp_zero *zero, struct zpp_unit_grad *grad, size_t first, size_t elems, void *memory, bool write,
+                       struct zpp_aio_fault *fault, struct zpp_err *err);
+    /* For a step inside the backward: this backward keeps what it reduces; such a shard is in memory. */
+    void (*keep)(zpp_zero *zero);
+    zpp_status (*load_kept)(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_aio_fault *fault,
+                            struct zpp_err *err);
 
     /* --- one rank, whose gradients are not reduced; NULL: they stay in p.grad --- */
     zpp_status (*accumulate)(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param, const void *from,

@@ -408,6 +408,49 @@ zpp_status zpp_zero_drop_grad(zpp_zero *zero, int index, struct zpp_err *err) {
     return zero->store->drop ? zero->store->drop(zero, grad, err) : ZPP_OK;
 }
 
+/* --- shards in a file --------------------------------------------------------------------------------------------- */
+
+zpp_unit_file *zpp_zero_grad_file(const zpp_zero *zero) {
+    return zero->store->file ? zero->store->file(zero) : NULL;
+}
+
+zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    return zero->store->settle ? zero->store->settle(zero, fault, err) : ZPP_OK;
+}
+
+zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    return zero->store->open && grad && grad->has ? zero->store->open(zero, grad, err) : ZPP_OK;
+}
+
+zpp_status zpp_zero_grad_close(zpp_zero *zero, int index, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    return zero->store->close && grad ? zero->store->close(zero, grad, err) : ZPP_OK;
+}
+
+void zpp_zero_keep_grads(zpp_zero *zero) {
+    if (zero->store->keep) zero->store->keep(zero);
+}
+
+bool zpp_zero_loads_grads(const zpp_zero *zero) {
+    return zero->store->load_kept;
+}
+
+zpp_status zpp_zero_grad_load(zpp_zero *zero, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    return zero->store->load_kept && grad && grad->has ? zero->store->load_kept(zero, grad, fault, err) : ZPP_OK;
+}
+
+zpp_status zpp_zero_grad_copy(zpp_zero *zero, int index, size_t first, size_t elems, void *memory, bool write,
+                              struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = zero->units[index]->grad;
+    const size_t shard_elems = zero->units[index]->shard_elems;
+    if (!zero->store->copy || !grad || first > shard_elems || elems > shard_elems - first)
+        return zpp_fail(err, ZPP_INVALID, "zero: elements %zu to %zu of the gradient of unit %s are not in a file",
+                        first, first + elems, zero->units[index]->name);
+    return zero->store->copy(zero, grad, first, elems, memory, write, fault, err);
+}
+
 /* --- units that were frozen when zpp_zero_seal ran (docs/design/0034) --------------------------------------------- */
 
 static zpp_status join_order(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
@@ -474,6 +517,10 @@ const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **
     if (!grad || !grad->has) return NULL;
     if (present) *present = grad->present;
     return grad->shard;
+}
+
+const void *zpp_zero_grad_address(const zpp_zero *zero, int unit) {
+    return zero->store->file ? NULL : zpp_zero_grad_shard(zero, unit, NULL);
 }
 
 unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {

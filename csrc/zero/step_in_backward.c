@@ -133,7 +133,7 @@ static void unpin(zpp_step_in_backward *self, int unit) {
 
 /* The shard in memory, to be changed in place. */
 static zpp_status open_shard(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!zpp_unit_on_disk(core_of(self, unit))) return ZPP_OK;
+    if (!zpp_unit_opens_shard(core_of(self, unit))) return ZPP_OK;
     void *token = begin_long(self);
     const zpp_status status = zpp_zero_shard_open(self->stepper->zero, unit, &self->caller.wait, err);
     end_long(self, token);
@@ -144,7 +144,7 @@ static zpp_status open_shard(zpp_step_in_backward *self, int unit, struct zpp_ai
 
 static void close_shard(zpp_step_in_backward *self, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
-    if (!zpp_unit_on_disk(core_of(self, unit))) return;
+    if (!zpp_unit_opens_shard(core_of(self, unit))) return;
     void *token = begin_long(self);
     const zpp_status status = zpp_zero_shard_write_wait(self->stepper->zero, unit, &err);
     end_long(self, token);
@@ -162,7 +162,7 @@ static void retire_write(zpp_step_in_backward *self) {
 }
 
 static zpp_status begin_write(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!zpp_unit_on_disk(core_of(self, unit))) return ZPP_OK;
+    if (!zpp_unit_opens_shard(core_of(self, unit))) return ZPP_OK;
     while (self->writing_count == WRITES && !self->raised) retire_write(self);
     if (self->raised) return zpp_fail(err, ZPP_STATE, "a unit could not be released");
     const zpp_status status = zpp_zero_shard_write_begin(self->stepper->zero, unit, err);
@@ -185,7 +185,7 @@ static void poll_states(zpp_step_in_backward *self) {
 
 /* The gradient in memory, where gradients are in a file. */
 static zpp_status load_grad(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    if (!zpp_zero_grad_file(self->stepper->zero)) return ZPP_OK;
+    if (!zpp_zero_loads_grads(self->stepper->zero)) return ZPP_OK;
     void *token = begin_long(self);
     const zpp_status status = zpp_zero_grad_load(self->stepper->zero, unit, fault, err);
     end_long(self, token);
@@ -213,8 +213,7 @@ static zpp_status run_plan(zpp_step_in_backward *self, int unit, struct zpp_aio_
     const struct zpp_stepper *stepper = self->stepper;
     const bool in_file = stepper->units[unit].states.in_file;
     struct zpp_step_plan plan = { .grad_scale = self->grad_scale, .optim_file = in_file ? stepper->optim_file : NULL,
-                                  .files = { zpp_zero_param_file(stepper->zero), zpp_zero_grad_file(stepper->zero),
-                                             false } };
+                                  .files = zpp_step_files_of(stepper->zero, false) };
     zpp_status status = zpp_step_plan_add(stepper, unit, self->groups, &plan, err);
     if (in_file && status == ZPP_OK) status = open_states(self, fault, err);
     if (status == ZPP_OK) status = zpp_step_plan_run_unit(&plan, stepper->pool, fault, err);
@@ -253,7 +252,7 @@ static bool make_final(zpp_step_in_backward *self, int unit) {
     const struct zpp_unit *core = core_of(self, unit);
     if (self->units[unit].final) return true;
     self->units[unit].final = true;
-    if (zpp_unit_on_disk(core) && zpp_unit_is_gathered(core) && !self->failed) pin(self, unit);
+    if (zpp_unit_opens_shard(core) && zpp_unit_is_gathered(core) && !self->failed) pin(self, unit);
     return call(self, self->caller.mark_final, unit);
 }
 

@@ -258,8 +258,7 @@ static size_t run_of(const struct planning *planning, size_t at, size_t elems) {
     const struct zpp_step_shard *shard = &planning->shard;
     const zpp_unit_file *params = planning->plan->files.params, *grads = planning->plan->files.grads;
     const size_t bytes = shard->shape.elem_bytes, grad_bytes = zpp_dtype_bytes(shard->shape.grad_dtype);
-    if (params && zpp_unit_in_file(&shard->shape))
-        elems = zpp_unit_file_run(params, shard->values + at * bytes, elems, bytes);
+    if (params) elems = zpp_unit_file_run(params, shard->values + at * bytes, elems, bytes);
     return grads ? zpp_unit_file_run(grads, shard->grads + at * grad_bytes, elems, grad_bytes) : elems;
 }
 
@@ -324,11 +323,15 @@ zpp_status zpp_step_plan_add(const struct zpp_stepper *stepper, int unit, const 
 
 /* --- plans -------------------------------------------------------------------------------------------------------- */
 
+struct zpp_step_files zpp_step_files_of(zpp_zero *zero, bool next) {
+    return (struct zpp_step_files){ zpp_zero_param_file(zero), zpp_zero_grad_file(zero), next };
+}
+
 zpp_status zpp_step_plan_make(const struct zpp_stepper *stepper, const struct zpp_optim_segment *groups,
                               double grad_scale, bool delayed, struct zpp_step_plan *plan, struct zpp_err *err) {
     *plan = (struct zpp_step_plan){
         .delayed = delayed, .grad_scale = grad_scale, .optim_file = stepper->optim_file,
-        .files = { zpp_zero_param_file(stepper->zero), zpp_zero_grad_file(stepper->zero), delayed } };
+        .files = zpp_step_files_of(stepper->zero, delayed) };
     zpp_status status = ZPP_OK;
     for (int i = 0; i < stepper->units_count && status == ZPP_OK; i++)
         status = zpp_step_plan_add(stepper, i, groups, plan, err);

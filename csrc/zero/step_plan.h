@@ -123,6 +123,8 @@ struct zpp_step_plan {
  * to drop. */
 zpp_status zpp_step_plan_make(const struct zpp_stepper *stepper, const struct zpp_optim_segment *groups,
                               double grad_scale, bool delayed, struct zpp_step_plan *plan, struct zpp_err *err);
+/* The files of a coordinator that a step reads and writes; `next`: the step is delayed. */
+struct zpp_step_files zpp_step_files_of(zpp_zero *zero, bool next);
 /* Add one unit to a plan whose grad_scale, files and optim_file are set. */
 zpp_status zpp_step_plan_add(const struct zpp_stepper *stepper, int unit, const struct zpp_optim_segment *groups,
                              struct zpp_step_plan *plan, struct zpp_err *err);

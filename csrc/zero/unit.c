@@ -72,8 +72,8 @@ bool zpp_unit_in_file(const struct zpp_unit *unit) {
     return unit->placement->in_file;
 }
 
-bool zpp_unit_on_disk(const struct zpp_unit *unit) {
-    return unit->placement->in_file && unit->placement->moves;
+bool zpp_unit_opens_shard(const struct zpp_unit *unit) {
+    return unit->placement->open_shard;
 }
 
 enum { WORDS_MODULES = 3 }; /* that a message names, of a unit that several modules share */

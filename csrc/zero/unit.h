@@ -142,7 +142,8 @@ size_t zpp_unit_bytes(const struct zpp_unit *unit);
 size_t zpp_unit_shard_bytes(const struct zpp_unit *unit);
 bool zpp_unit_moves(const struct zpp_unit *unit);   /* does its memory come and go? */
 bool zpp_unit_in_file(const struct zpp_unit *unit); /* do its values live in a file? */
-bool zpp_unit_on_disk(const struct zpp_unit *unit); /* ... and come from it when they are needed? */
+/* True if a step inside the backward opens the shard, and writes it to its file. */
+bool zpp_unit_opens_shard(const struct zpp_unit *unit);
 
 /* --- moves of the parameters -------------------------------------------------------------------------------------- */
 /* SHARDED -> GATHERING: the memory of the whole unit, and begin to fill it. Stays SHARDED where that fails. */

@@ -178,7 +178,7 @@ static zpp_status check_gradients(const zpp_zero *zero, const struct zpp_unit_sp
                         "float32, and no more bits on the wire",
                         spec->name, zpp_dtype_name(spec->dtype), zpp_dtype_name(spec->grad_dtype),
                         zpp_dtype_name(spec->wire_dtype));
-    if (spec->frozen_reserved && (zero->unit_file || zero->store == &zpp_grad_store_nvme))
+    if (spec->frozen_reserved && (zero->placement->in_file || zero->store->file))
         return zpp_fail(err, ZPP_INVALID,
                         "zero: unit %s is frozen and reserved, and parameters or gradients live in a file", spec->name);
     return ZPP_OK;

@@ -173,13 +173,15 @@ void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
  * shards). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
+/* The same where it can be read at any time; NULL in a file (zpp_zero_grad_copy reads there), or without a gradient. */
+const void *zpp_zero_grad_address(const zpp_zero *zero, int unit);
 /* Steps will be delayed: files hold two copies of every shard of gradients, and of every unit that is trained. Before
  * units are added. */
 void zpp_zero_delay_steps(zpp_zero *zero);
 size_t zpp_zero_back_bytes(const zpp_zero *zero); /* memory of the second shards */
 /* Gradients in a file: addresses of shards can be read between open and close only, and are otherwise names for
  * struct zpp_step_files. Local. */
-zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero); /* borrowed; NULL: they are in memory */
+zpp_unit_file *zpp_zero_grad_file(const zpp_zero *zero); /* borrowed; NULL: they are in memory */
 zpp_status zpp_zero_grad_open(zpp_zero *zero, int unit, struct zpp_err *err); /* a no-op where they are in memory */
 zpp_status zpp_zero_grad_close(zpp_zero *zero, int unit, struct zpp_err *err);
 /* All are written; nothing to do where they are in memory. The first failure since the last zpp_zero_clear_grads;
@@ -228,6 +230,7 @@ zpp_status zpp_zero_drop_grad(zpp_zero *zero, int unit, struct zpp_err *err);
 void zpp_zero_keep_grads(zpp_zero *zero);
 /* Of a unit that is reduced, or at the end of that backward: its shard is in memory. The first failure of a read or
  * write before; `fault` is written on status TIER only. */
+bool zpp_zero_loads_grads(const zpp_zero *zero); /* true if that may have to wait for a file */
 zpp_status zpp_zero_grad_load(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* --- step (step.c) ------------------------------------------------------------------------------------------------ */

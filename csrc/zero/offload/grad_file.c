@@ -65,6 +65,15 @@ static void keep_failure(struct zpp_grad_file *grad_file, int unit) {
     grad_file->fault = fault;
 }
 
+/* The first failure since all gradients were cleared; `fault` may be NULL. */
+static zpp_status first_failure(const struct zpp_grad_file *grad_file, struct zpp_aio_fault *fault,
+                                struct zpp_err *err) {
+    if (grad_file->status == ZPP_OK) return ZPP_OK;
+    *err = grad_file->err;
+    if (fault) *fault = grad_file->fault;
+    return grad_file->status;
+}
+
 static zpp_status finish_write(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     const zpp_status status = zpp_unit_file_read_wait(grad_file->unit_file, grad->file_index, wait);
@@ -211,9 +220,7 @@ static zpp_status settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
         status = finish_write(zero, grad, &patience);
         if (status == ZPP_OK) status = release_memory(zero, grad, err);
     }
-    if (status != ZPP_OK || zero->grad_file.status == ZPP_OK) return status;
-    *err = zero->grad_file.err;
-    return zero->grad_file.status;
+    return status == ZPP_OK ? first_failure(&zero->grad_file, NULL, err) : status;
 }
 
 /* --- one rank ----------------------------------------------------------------------------------------------------- */
@@ -295,6 +302,52 @@ static zpp_status flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     return ZPP_OK;
 }
 
+/* --- what the step and the norm ask (zero.h) ---------------------------------------------------------------------- */
+
+static zpp_unit_file *file(const zpp_zero *zero) {
+    return zero->grad_file.unit_file;
+}
+
+static zpp_status settle_all(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err) {
+    struct zpp_grad_file *grad_file = &zero->grad_file;
+    zpp_status status = store_all(zero, err);
+    while (grad_file->oldest && status == ZPP_OK) {
+        struct zpp_unit_grad *grad = grad_file->oldest;
+        status = finish_write(zero, grad, &patience);
+        if (status == ZPP_OK) status = release_memory(zero, grad, err);
+    }
+    return status == ZPP_OK ? first_failure(grad_file, fault, err) : status;
+}
+
+static zpp_status open_grad(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    zpp_status status = load_all(zero, grad, &patience, err);
+    if (status == ZPP_OK) status = load_wait(zero, grad, &patience);
+    return status == ZPP_OK ? first_failure(&zero->grad_file, NULL, err) : status;
+}
+
+static void keep(zpp_zero *zero) {
+    zero->grad_file.keeps = true;
+}
+
+/* Several ranks: the reduction has loaded the shard, and kept whether something had failed by then. What fails now may
+ * be another unit's. */
+static zpp_status load_kept(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_aio_fault *fault,
+                            struct zpp_err *err) {
+    if (zero->ranks > 1) return grad->lost ? first_failure(&zero->grad_file, fault, err) : ZPP_OK;
+    const zpp_status status = open_grad(zero, grad, err);
+    if (status == ZPP_TIER) *fault = zero->grad_file.fault;
+    return status;
+}
+
+static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, size_t first, size_t elems, void *memory, bool write,
+                       struct zpp_aio_fault *fault, struct zpp_err *err) {
+    const zpp_status status = settle_all(zero, fault, err);
+    if (status != ZPP_OK) return status;
+    const size_t bytes = grad->elem_bytes;
+    return zpp_unit_file_copy(zero->grad_file.unit_file, grad->unit_file_offset_bytes + first * bytes, memory,
+                              elems * bytes, write, fault, err);
+}
+
 const struct zpp_grad_store zpp_grad_store_nvme = {
     .name = "nvme",
     .each_backward = true,
@@ -309,74 +362,11 @@ const struct zpp_grad_store zpp_grad_store_nvme = {
     .flip = flip,
     .accumulate = accumulate,
     .end_backward = end_backward,
+    .file = file,
+    .open = open_grad,
+    .close = store,
+    .settle = settle_all,
+    .copy = copy,
+    .keep = keep,
+    .load_kept = load_kept,
 };
-
-/* --- what the step and the norm ask (zero.h) ---------------------------------------------------------------------- */
-
-zpp_unit_file *zpp_zero_grad_file(zpp_zero *zero) {
-    return zero->grad_file.unit_file;
-}
-
-zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct zpp_grad_file *grad_file = &zero->grad_file;
-    if (!grad_file->unit_file) return ZPP_OK;
-    zpp_status status = store_all(zero, err);
-    while (grad_file->oldest && status == ZPP_OK) {
-        struct zpp_unit_grad *grad = grad_file->oldest;
-        status = finish_write(zero, grad, &patience);
-        if (status == ZPP_OK) status = release_memory(zero, grad, err);
-    }
-    if (status != ZPP_OK || grad_file->status == ZPP_OK) return status;
-    *err = grad_file->err;
-    *fault = grad_file->fault;
-    return grad_file->status;
-}
-
-zpp_status zpp_zero_grad_open(zpp_zero *zero, int index, struct zpp_err *err) {
-    struct zpp_unit_grad *grad = zero->units[index]->grad;
-    if (!zero->grad_file.unit_file || !grad || !grad->has) return ZPP_OK;
-    zpp_status status = load_all(zero, grad, &patience, err);
-    if (status == ZPP_OK) status = load_wait(zero, grad, &patience);
-    if (status != ZPP_OK || zero->grad_file.status == ZPP_OK) return status;
-    *err = zero->grad_file.err;
-    return zero->grad_file.status;
-}
-
-zpp_status zpp_zero_grad_close(zpp_zero *zero, int index, struct zpp_err *err) {
-    struct zpp_unit_grad *grad = zero->units[index]->grad;
-    return zero->grad_file.unit_file && grad ? store(zero, grad, err) : ZPP_OK;
-}
-
-void zpp_zero_keep_grads(zpp_zero *zero) {
-    zero->grad_file.keeps = zero->grad_file.unit_file != NULL;
-}
-
-/* Several ranks: the reduction has brought it, and says whether something had failed by then; it may be another one's
- * that fails now. */
-zpp_status zpp_zero_grad_load(zpp_zero *zero, int index, struct zpp_aio_fault *fault, struct zpp_err *err) {
-    struct zpp_unit_grad *grad = zero->units[index]->grad;
-    if (!zero->grad_file.unit_file || !grad || !grad->has) return ZPP_OK;
-    if (zero->ranks == 1) {
-        const zpp_status status = zpp_zero_grad_open(zero, index, err);
-        if (status == ZPP_TIER) *fault = zero->grad_file.fault;
-        return status;
-    }
-    if (!grad->lost) return ZPP_OK;
-    *fault = zero->grad_file.fault;
-    *err = zero->grad_file.err;
-    return zero->grad_file.status;
-}
-
-zpp_status zpp_zero_grad_copy(zpp_zero *zero, int index, size_t first, size_t elems, void *memory, bool write,
-                              struct zpp_aio_fault *fault, struct zpp_err *err) {
-    const struct zpp_unit_grad *grad = zero->units[index]->grad;
-    if (!zero->grad_file.unit_file || !grad || first > grad->unit->shard_elems
-        || elems > grad->unit->shard_elems - first)
-        return zpp_fail(err, ZPP_INVALID, "zero: elements %zu to %zu of the gradient of unit %s are not in a file",
-                        first, first + elems, zero->units[index]->name);
-    const zpp_status status = zpp_zero_grads_settle(zero, fault, err);
-    if (status != ZPP_OK) return status;
-    const size_t bytes = grad->elem_bytes;
-    return zpp_unit_file_copy(zero->grad_file.unit_file, grad->unit_file_offset_bytes + first * bytes, memory,
-                              elems * bytes, write, fault, err);
-}
