@@ -53,6 +53,12 @@ zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, str
     return status;
 }
 
+zpp_status zpp_internode_gather_wait(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
+                                     struct zpp_err *err) {
+    (void)zero;
+    return zpp_internode_await(&unit->gather_work, wait, err);
+}
+
 void zpp_internode_drop(zpp_comm *comm, zpp_work **work) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     if (!*work) return;

@@ -21,6 +21,9 @@ void zpp_internode_quantise(struct zpp_call *call, const struct zpp_quant_spec *
  * (NULL: nothing) runs on the communicator's thread before the gather begins. */
 zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*before)(void *unit),
                                 struct zpp_err *err);
+/* placement.h's wait, for that gather. */
+zpp_status zpp_internode_gather_wait(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
+                                     struct zpp_err *err);
 /* The exact shards into the unit's memory; returns when they are there. */
 zpp_status zpp_internode_gather_now(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
                                     struct zpp_err *err);

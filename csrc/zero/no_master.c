@@ -16,29 +16,6 @@ struct job {
     float grad_scale;
 };
 
-/* Elements [begin, end) of the piece's segment, without its parameter. */
-static struct zpp_optim_segment crop(const struct zpp_optim_segment *whole, size_t begin, size_t end) {
-    struct zpp_optim_segment part = *whole;
-    part.elems = end - begin;
-    part.param_out = NULL;
-    part.grad = (const char *)whole->grad + begin * zpp_dtype_bytes(whole->grad_dtype);
-    if (whole->how.kind == ZPP_MOMENTS_F32) {
-        part.exp_avg += begin;
-        part.exp_avg_sq += begin;
-        if (whole->max_exp_avg_sq) part.max_exp_avg_sq += begin;
-        return part;
-    }
-    part.how.first_elems += begin;
-    for (int k = 0; k < 3; k++) {
-        if (!whole->moments[k].codes) continue;
-        part.moments[k].codes = (char *)whole->moments[k].codes + begin * zpp_moments_elem_bytes(whole->how.kind);
-        /* A tile that is not the first begins a block. */
-        if (begin && whole->moments[k].scales)
-            part.moments[k].scales = whole->moments[k].scales + zpp_moments_scales(whole->how.first_elems, begin);
-    }
-    return part;
-}
-
 static void step_tiles(size_t first_tile, size_t last_tile, void *arg) {
     const struct job *job = arg;
     const struct zpp_optim_segment *whole = &job->piece->segment;
@@ -48,7 +25,8 @@ static void step_tiles(size_t first_tile, size_t last_tile, void *arg) {
     for (size_t tile = first_tile; tile < last_tile; tile++) {
         const size_t begin = tile ? tile * TILE_ELEMS - into : 0, next = (tile + 1) * TILE_ELEMS - into;
         const size_t end = next < whole->elems ? next : whole->elems;
-        struct zpp_optim_segment part = crop(whole, begin, end);
+        struct zpp_optim_segment part = zpp_optim_part_with_states(whole, begin, end - begin);
+        part.param_out = NULL;
         zpp_moments_load(job->kernels, &job->how, ZPP_MOMENT_FIRST, &param, begin, end, values);
         part.param = values;
         zpp_optim_step(&part, 1, job->grad_scale, NULL);

@@ -65,17 +65,25 @@ struct zpp_placement {
     zpp_status (*close_shard)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 };
 
+/* Shard `rank` of the whole unit, which is in memory. */
+static inline unsigned char *zpp_unit_shard_of_whole(const struct zpp_unit *unit, int rank) {
+    return unit->whole + (size_t)rank * zpp_unit_shard_bytes(unit);
+}
+
 extern const struct zpp_placement zpp_placement_replicated, zpp_placement_host_shared, zpp_placement_sharded,
     zpp_placement_sharded_net, zpp_placement_nvme, zpp_placement_nvme_net;
 
 /* For placements whose whole units lie in the coordinator's range of addresses, or in its backing (sharded.c). */
 void zpp_range_lay_out(zpp_zero *zero, struct zpp_unit *unit);
+void zpp_range_locate(zpp_zero *zero, struct zpp_unit *unit); /* the shard is in the region `zero->params` */
 zpp_status zpp_range_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_range_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_range_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 size_t zpp_range_memory_bytes(const zpp_zero *zero); /* of whole units, and waiting for them */
 /* For placements in a file (nvme.c): in the file `zero->unit_file`, elements [first, first + elems) of the unit. */
 zpp_status zpp_file_lay_out(zpp_zero *zero, struct zpp_unit *unit, size_t first_elem, size_t elems,
                             struct zpp_err *err);
+bool zpp_file_reads(const zpp_zero *zero);
 /* The quantised copy of the unit, where the file keeps them. */
 zpp_status zpp_file_keep_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_file_write_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);

@@ -148,6 +148,31 @@ static void run_piece(size_t begin, size_t end, void *arg) {
     }
 }
 
+struct zpp_optim_segment zpp_optim_part(const struct zpp_optim_segment *whole, size_t begin, size_t elems) {
+    struct zpp_optim_segment part = *whole;
+    part.elems = elems;
+    part.grad = (const char *)whole->grad + begin * zpp_dtype_bytes(whole->grad_dtype);
+    if (whole->param) part.param = whole->param + begin;
+    if (whole->param_out) part.param_out = (char *)whole->param_out + begin * zpp_dtype_bytes(whole->out_dtype);
+    return part;
+}
+
+struct zpp_optim_segment zpp_optim_part_with_states(const struct zpp_optim_segment *whole, size_t begin, size_t elems) {
+    struct zpp_optim_segment part = zpp_optim_part(whole, begin, elems);
+    const size_t code_bytes = zpp_moments_elem_bytes(whole->how.kind);
+    for (int k = 0; k < ZPP_OPTIM_STATES; ++k)
+        if (whole->how.kind == ZPP_MOMENTS_F32 && whole->state[k]) part.state[k] = whole->state[k] + begin;
+    if (whole->how.kind == ZPP_MOMENTS_F32) return part;
+    part.how.first_elems += begin;
+    for (int k = 0; k < 3; ++k) {
+        const struct zpp_moment *moment = &whole->moments[k];
+        if (moment->codes) part.moments[k].codes = (char *)moment->codes + begin * code_bytes;
+        if (moment->scales && begin)
+            part.moments[k].scales = moment->scales + zpp_moments_scales(whole->how.first_elems, begin);
+    }
+    return part;
+}
+
 static void check_segment(const struct zpp_optim_segment *s) {
     assert(s->optimizer < ZPP_OPTIMIZERS);
     assert(s->elems == 0 || s->param);

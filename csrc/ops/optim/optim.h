@@ -74,6 +74,11 @@ struct zpp_optim_segment {
     struct zpp_moment moments[3]; /* by enum zpp_moments_which, which are the first three of `state` */
 };
 
+/* Return elements [begin, begin + elems) of a segment; its states are left as they are. */
+struct zpp_optim_segment zpp_optim_part(const struct zpp_optim_segment *whole, size_t begin, size_t elems);
+/* The same with the part's states. Of states in 8 bits, `begin` is 0 or the border of a block. */
+struct zpp_optim_segment zpp_optim_part_with_states(const struct zpp_optim_segment *whole, size_t begin, size_t elems);
+
 /* Step all segments in one call, split over the threads of `pool` (NULL: this thread only). The bits do not depend on
  * the order or the number of segments, nor on the number of threads. grad_scale multiplies every gradient. Never
  * fails. */

@@ -13,16 +13,6 @@
 #include "../../base/wait.h"
 #include "optim_file_internal.h"
 
-/* Elements [from, from + elems) of a segment, without its states. */
-static struct zpp_optim_segment part_of(const struct zpp_optim_segment *whole, size_t from, size_t elems) {
-    struct zpp_optim_segment part = *whole;
-    part.grad = (const unsigned char *)whole->grad + from * zpp_dtype_bytes(whole->grad_dtype);
-    if (whole->param) part.param = whole->param + from;
-    if (whole->param_out) part.param_out = (unsigned char *)whole->param_out + from * zpp_dtype_bytes(whole->out_dtype);
-    part.elems = elems;
-    return part;
-}
-
 /* `planes` of `stride` elements each, from `inside` on. */
 static void bind_states(const struct record_stream *stream, struct zpp_optim_segment *segment, float *planes,
                         size_t stride, size_t inside) {
@@ -72,7 +62,7 @@ static bool plan_piece(const zpp_optim_file *optim_file, const struct zpp_optim_
         const size_t inside = beyond % stream->chunk_elems;
         size_t run = held ? stream->held_elems - at : stream->chunk_elems - inside;
         if (run > piece->segment.elems - done) run = piece->segment.elems - done;
-        struct zpp_optim_segment part = part_of(&piece->segment, done, run);
+        struct zpp_optim_segment part = zpp_optim_part(&piece->segment, done, run);
         if (!held) {
             if (!add_cut(plan, stream_index, chunk, inside, part)) return false;
         } else {

@@ -234,18 +234,6 @@ zpp_status zpp_unit_file_carry(zpp_unit_file *unit_file, const void *address, si
 
 /* --- states in memory --------------------------------------------------------------------------------------------- */
 
-static struct zpp_optim_segment part_of(const struct zpp_optim_segment *whole, size_t from, size_t elems) {
-    struct zpp_optim_segment part = *whole;
-    part.param += from;
-    part.grad = (const unsigned char *)whole->grad + from * zpp_dtype_bytes(whole->grad_dtype);
-    if (whole->exp_avg) part.exp_avg += from;
-    if (whole->exp_avg_sq) part.exp_avg_sq += from;
-    if (whole->max_exp_avg_sq) part.max_exp_avg_sq += from;
-    if (whole->param_out) part.param_out = (unsigned char *)whole->param_out + from * zpp_dtype_bytes(whole->out_dtype);
-    part.elems = elems;
-    return part;
-}
-
 /* Segments cut at the borders of windows; window w has parts[first[w] .. first[w + 1]). */
 struct windows {
     struct zpp_optim_segment *parts;
@@ -268,7 +256,7 @@ static bool cut_windows(const struct zpp_optim_segment *segments, size_t count, 
                 window_elems = WINDOW_ELEMS;
             }
             const size_t left = segments[i].elems - done, run = left < window_elems ? left : window_elems;
-            out->parts[out->parts_count++] = part_of(&segments[i], done, run);
+            out->parts[out->parts_count++] = zpp_optim_part_with_states(&segments[i], done, run);
             done += run;
             window_elems -= run;
         }

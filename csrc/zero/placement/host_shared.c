@@ -15,11 +15,9 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = (unsigned char *)zpp_region_base(zero->host, zero->rank) + unit->region_offset_bytes;
-    unit->shard = unit->whole + (size_t)zero->rank * zpp_unit_shard_bytes(unit);
+    unit->shard = zpp_unit_shard_of_whole(unit, zero->rank);
 }
 
 const struct zpp_placement zpp_placement_host_shared = {
-    .name = "host_shared",
-    .lay_out = lay_out,
-    .locate = locate,
+    .name = "host_shared", .lay_out = lay_out, .locate = locate,
 };

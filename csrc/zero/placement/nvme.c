@@ -53,6 +53,10 @@ zpp_status zpp_file_keep_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp
     return zpp_unit_file_keep_qcopy(zero->unit_file, unit->file_index, &zero->fault, err);
 }
 
+bool zpp_file_reads(const zpp_zero *zero) {
+    return !zpp_unit_file_is_idle(zero->unit_file);
+}
+
 /* --- the coordinator's -------------------------------------------------------------------------------------------- */
 
 /* The engine's thread reads; ours begins a read and sees it end. */
@@ -66,10 +70,6 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
     const zpp_status status = zpp_unit_file_seal(zero->unit_file, warm_bytes, err);
     if (status == ZPP_OK) zero->moving_base = zpp_unit_file_mapping(zero->unit_file);
     return status;
-}
-
-static bool reads(const zpp_zero *zero) {
-    return !zpp_unit_file_is_idle(zero->unit_file);
 }
 
 /* The ranks share what they read from the file, as long as they are at the same unit. */
@@ -93,7 +93,7 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = zero->moving_base + unit->range_offset_bytes;
-    unit->shard = unit->whole + (size_t)zero->rank * zpp_unit_shard_bytes(unit);
+    unit->shard = zpp_unit_shard_of_whole(unit, zero->rank);
     if (zpp_unit_file_is_held(zero->unit_file, unit->file_index)) unit->placement = &held_in_memory;
 }
 
@@ -159,32 +159,18 @@ static zpp_status open_shard(zpp_zero *zero, struct zpp_unit *unit, const struct
 }
 
 const struct zpp_placement zpp_placement_nvme = {
-    .name = "nvme",
-    .moves = true,
-    .in_file = true,
-    .keeps = true,
-    .open = open_streams,
-    .seal = seal,
-    .reads = reads,
-    .count_memory = count_memory,
-    .lay_out = lay_out,
-    .locate = locate,
-    .acquire = acquire,
-    .release = release,
-    .gather = gather,
-    .complete = complete,
+    .name = "nvme", .moves = true, .in_file = true, .keeps = true,
+    .open = open_streams, .seal = seal, .reads = zpp_file_reads, .count_memory = count_memory,
+    .lay_out = lay_out, .locate = locate,
+    .acquire = acquire, .release = release,
+    .gather = gather, .complete = complete,
     .keep_shard = keep_shard,
-    .open_shard = open_shard,
-    .write_begin = zpp_file_write_begin,
-    .write_wait = zpp_file_write_wait,
+    .open_shard = open_shard, .write_begin = zpp_file_write_begin, .write_wait = zpp_file_write_wait,
 };
 
 static const struct zpp_placement held_in_memory = {
-    .name = "nvme, held in memory",
-    .in_file = true,
-    .lay_out = lay_out,
-    .locate = locate,
-    .keep_shard = zpp_file_keep_qcopy, /* it rounds */
-    .write_begin = zpp_file_write_begin,
-    .write_wait = zpp_file_write_wait,
+    .name = "nvme, held in memory", .in_file = true,
+    .lay_out = lay_out, .locate = locate,
+    .keep_shard = zpp_file_keep_qcopy, /* it quantises */
+    .write_begin = zpp_file_write_begin, .write_wait = zpp_file_write_wait,
 };

@@ -58,10 +58,6 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
     return zpp_unit_file_seal(zero->unit_file, warm_bytes / (size_t)zero->ranks, err);
 }
 
-static bool reads(const zpp_zero *zero) {
-    return !zpp_unit_file_is_idle(zero->unit_file);
-}
-
 static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     struct zpp_unit_file_figures seen;
     zpp_unit_file_figures(zero->unit_file, &seen);
@@ -100,12 +96,6 @@ static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *
     return status;
 }
 
-static zpp_status wait_gather(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
-                              struct zpp_err *err) {
-    (void)zero;
-    return zpp_internode_await(&unit->gather_work, wait, err);
-}
-
 static zpp_status complete(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     struct zpp_err second = ZPP_ERR_INIT;
     const zpp_status status = zpp_unit_file_read_status(zero->unit_file, unit->file_index, &zero->fault, err);
@@ -116,10 +106,9 @@ static zpp_status complete(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err
 /* --- the shard ---------------------------------------------------------------------------------------------------- */
 
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const size_t bytes = zpp_unit_shard_bytes(unit);
     if (zpp_unit_file_keeps_qcopies(zero->unit_file)) return zpp_file_keep_qcopy(zero, unit, err);
-    return zpp_unit_file_copy(zero->unit_file, unit->file_offset_bytes, unit->whole + (size_t)zero->rank * bytes, bytes,
-                              true, &zero->fault, err);
+    return zpp_unit_file_copy(zero->unit_file, unit->file_offset_bytes, zpp_unit_shard_of_whole(unit, zero->rank),
+                              zpp_unit_shard_bytes(unit), true, &zero->fault, err);
 }
 
 static zpp_status read_now(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
@@ -134,34 +123,20 @@ static zpp_status read_now(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err
 /* Filled from the whole unit where that is gathered, else from the file. No gather from here: it is a collective, and
  * ranks come here at times of their own. */
 static zpp_status open_shard(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
-    const size_t bytes = zpp_unit_shard_bytes(unit);
     zpp_status status = unit->state == ZPP_UNIT_GATHERING ? zpp_unit_gather_end(zero, unit, wait, err) : ZPP_OK;
     if (status != ZPP_OK || is_held(zero, unit)) return status;
     status = zpp_unit_file_acquire(zero->unit_file, unit->file_index, err);
     if (status != ZPP_OK) return status;
-    if (!zpp_unit_is_gathered(unit)) return read_now(zero, unit, err);
-    memcpy(unit->shard, unit->whole + (size_t)zero->rank * bytes, bytes);
-    return ZPP_OK;
+    return zpp_unit_is_gathered(unit) ? zpp_range_keep_shard(zero, unit, err) : read_now(zero, unit, err);
 }
 
 const struct zpp_placement zpp_placement_nvme_net = {
-    .name = "nvme_net",
-    .moves = true,
-    .in_file = true,
-    .seal = seal,
-    .reads = reads,
-    .count_memory = count_memory,
-    .lay_out = lay_out,
-    .locate = locate,
-    .drop = drop,
-    .acquire = zpp_range_acquire,
-    .release = zpp_range_release,
-    .gather = gather,
-    .wait = wait_gather,
-    .complete = complete,
+    .name = "nvme_net", .moves = true, .in_file = true,
+    .seal = seal, .reads = zpp_file_reads, .count_memory = count_memory,
+    .lay_out = lay_out, .locate = locate, .drop = drop,
+    .acquire = zpp_range_acquire, .release = zpp_range_release,
+    .gather = gather, .wait = zpp_internode_gather_wait, .complete = complete,
     .keep_shard = keep_shard,
-    .open_shard = open_shard,
-    .write_begin = zpp_file_write_begin,
-    .write_wait = zpp_file_write_wait,
+    .open_shard = open_shard, .write_begin = zpp_file_write_begin, .write_wait = zpp_file_write_wait,
     .close_shard = close_shard,
 };

@@ -19,7 +19,7 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *base = zero->params ? zpp_region_base(zero->params, zero->rank) : zero->alone;
     unit->whole = base + unit->region_offset_bytes;
-    unit->shard = unit->whole + (size_t)zero->rank * zpp_unit_shard_bytes(unit);
+    unit->shard = zpp_unit_shard_of_whole(unit, zero->rank);
 }
 
 static zpp_status collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -29,15 +29,12 @@ static zpp_status collect(zpp_zero *zero, struct zpp_unit *unit, const struct zp
         if (rank == zero->rank) continue;
         const unsigned char *written =
             (const unsigned char *)zpp_region_base(zero->params, rank) + unit->region_offset_bytes;
-        memcpy(unit->whole + (size_t)rank * bytes, written + (size_t)rank * bytes, bytes);
+        memcpy(zpp_unit_shard_of_whole(unit, rank), written + (size_t)rank * bytes, bytes);
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
     return ZPP_OK;
 }
 
 const struct zpp_placement zpp_placement_replicated = {
-    .name = "replicated",
-    .lay_out = lay_out,
-    .locate = locate,
-    .collect = collect,
+    .name = "replicated", .lay_out = lay_out, .locate = locate, .collect = collect,
 };

@@ -74,7 +74,7 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
     return zpp_wire_quantises_params(zero) ? zpp_wire_add_qcopy(zero, unit, err) : ZPP_OK;
 }
 
-static void locate(zpp_zero *zero, struct zpp_unit *unit) {
+void zpp_range_locate(zpp_zero *zero, struct zpp_unit *unit) {
     unit->shard = (unsigned char *)zpp_region_base(zero->params, zero->rank) + unit->region_offset_bytes;
     if (zero->range) unit->whole = (unsigned char *)zpp_range_base(zero->range) + unit->range_offset_bytes;
 }
@@ -131,10 +131,9 @@ static zpp_status make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 
 /* --- the shard ---------------------------------------------------------------------------------------------------- */
 
-static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+zpp_status zpp_range_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     (void)err;
-    const size_t bytes = zpp_unit_shard_bytes(unit);
-    memcpy(unit->shard, unit->whole + (size_t)zero->rank * bytes, bytes);
+    memcpy(unit->shard, zpp_unit_shard_of_whole(unit, zero->rank), zpp_unit_shard_bytes(unit));
     return ZPP_OK;
 }
 
@@ -143,16 +142,10 @@ static void publish(zpp_zero *zero, struct zpp_unit *unit) {
 }
 
 const struct zpp_placement zpp_placement_sharded = {
-    .name = "sharded",
-    .moves = true,
-    .open = open_streams,
-    .count_memory = count_memory,
-    .lay_out = lay_out,
-    .locate = locate,
-    .acquire = zpp_range_acquire,
-    .release = zpp_range_release,
-    .gather = gather,
-    .make_exact = make_exact,
-    .keep_shard = keep_shard,
-    .publish = publish,
+    .name = "sharded", .moves = true,
+    .open = open_streams, .count_memory = count_memory,
+    .lay_out = lay_out, .locate = zpp_range_locate,
+    .acquire = zpp_range_acquire, .release = zpp_range_release,
+    .gather = gather, .make_exact = make_exact,
+    .keep_shard = zpp_range_keep_shard, .publish = publish,
 };

@@ -73,11 +73,6 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
     return zpp_wire_quantises_params(zero) ? zpp_wire_check_unit(unit, err) : ZPP_OK;
 }
 
-static void locate(zpp_zero *zero, struct zpp_unit *unit) {
-    unit->shard = (unsigned char *)zpp_region_base(zero->params, zero->rank) + unit->region_offset_bytes;
-    if (zero->range) unit->whole = (unsigned char *)zpp_range_base(zero->range) + unit->range_offset_bytes;
-}
-
 static void drop(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_internode_drop(unit->gathers_intranode ? zero->intranode : zero->options.comm, &unit->gather_work);
 }
@@ -96,12 +91,6 @@ static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *
     unit->quantised = zpp_wire_quantises_params(zero) && !unit->wants_exact;
     unit->gathers_intranode = unit->secondary_kept && unit->quantised == zpp_wire_quantises_params(zero);
     return unit->gathers_intranode ? gather_parts(zero, unit, err) : zpp_internode_gather(zero, unit, NULL, err);
-}
-
-static zpp_status wait_gather(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
-                              struct zpp_err *err) {
-    (void)zero;
-    return zpp_internode_await(&unit->gather_work, wait, err);
 }
 
 /* The unit is whole, with the values that are computed with: keep this rank's part, if that is not there yet. */
@@ -124,27 +113,15 @@ static void publish(zpp_zero *zero, struct zpp_unit *unit) {
 }
 
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    (void)err;
-    const size_t bytes = zpp_unit_shard_bytes(unit);
     unit->secondary_kept = false;
-    memcpy(unit->shard, unit->whole + (size_t)zero->rank * bytes, bytes);
-    return ZPP_OK;
+    return zpp_range_keep_shard(zero, unit, err);
 }
 
 const struct zpp_placement zpp_placement_sharded_net = {
-    .name = "sharded_net",
-    .moves = true,
-    .seal = seal,
-    .count_memory = count_memory,
-    .lay_out = lay_out,
-    .locate = locate,
-    .drop = drop,
-    .acquire = zpp_range_acquire,
-    .release = zpp_range_release,
-    .gather = gather,
-    .wait = wait_gather,
-    .complete = complete,
-    .make_exact = make_exact,
-    .keep_shard = keep_shard,
-    .publish = publish,
+    .name = "sharded_net", .moves = true,
+    .seal = seal, .count_memory = count_memory,
+    .lay_out = lay_out, .locate = zpp_range_locate, .drop = drop,
+    .acquire = zpp_range_acquire, .release = zpp_range_release,
+    .gather = gather, .wait = zpp_internode_gather_wait, .complete = complete, .make_exact = make_exact,
+    .keep_shard = keep_shard, .publish = publish,
 };
