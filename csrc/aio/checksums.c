@@ -149,14 +149,14 @@ static bool has_pages(zpp_checksums *sums, uint64_t pages) {
     return true;
 }
 
-static struct spare *spare_at(const zpp_checksums *sums, uint64_t page, uint64_t turn) {
+static struct spare *spare_at(const zpp_checksums *sums, uint64_t page, uint64_t probe) {
     const uint64_t hash = page * UINT64_C(0x9e3779b97f4a7c15) >> 20;
-    return &sums->spares[(hash + turn) & (sums->table->spares - 1)];
+    return &sums->spares[(hash + probe) & (sums->table->spares - 1)];
 }
 
 static void put_spare(zpp_checksums *sums, uint64_t page, uint64_t word) {
-    for (uint64_t turn = 0; turn < sums->table->spares; ++turn) {
-        struct spare *spare = spare_at(sums, page, turn);
+    for (uint64_t probe = 0; probe < sums->table->spares; ++probe) {
+        struct spare *spare = spare_at(sums, page, probe);
         if (spare->page_1 && (spare->page_1 != page + 1 || spare->word)) continue;
         if (!spare->page_1) ++sums->table->spares_used;
         *spare = (struct spare){page + 1, word};
@@ -190,10 +190,10 @@ static bool has_spare(zpp_checksums *sums) {
 
 /* --- fragments; the lock is held --- */
 
-/* Return the page's further fragments in turn, one a call; NULL: no more. */
-static struct spare *next_spare(const zpp_checksums *sums, uint64_t page, uint64_t *turn) {
-    while (*turn < sums->table->spares) {
-        struct spare *spare = spare_at(sums, page, (*turn)++);
+/* Return the page's further fragments one a call; NULL: no more. */
+static struct spare *next_spare(const zpp_checksums *sums, uint64_t page, uint64_t *probe) {
+    while (*probe < sums->table->spares) {
+        struct spare *spare = spare_at(sums, page, (*probe)++);
         if (!spare->page_1) return NULL;
         if (spare->page_1 == page + 1 && spare->word) return spare;
     }
@@ -205,8 +205,8 @@ static size_t drop_touched(zpp_checksums *sums, uint64_t page, size_t begin, siz
     uint64_t *word = &sums->words[page];
     if (touches(*word, begin, end)) *word &= MORE;
     size_t left = length_of(*word) != 0, spares_left = 0;
-    uint64_t turn = 0;
-    for (struct spare *spare; *word & MORE && (spare = next_spare(sums, page, &turn));) {
+    uint64_t probe = 0;
+    for (struct spare *spare; *word & MORE && (spare = next_spare(sums, page, &probe));) {
         if (touches(spare->word, begin, end)) spare->word = 0;
         else ++spares_left;
     }
@@ -230,8 +230,8 @@ static void put_fragment(zpp_checksums *sums, uint64_t page, uint64_t fragment) 
 /* Return the bytes of [offset, end) in the page of `offset`. */
 static size_t in_page(uint64_t offset, uint64_t end, size_t *begin) {
     *begin = (size_t)(offset % ZPP_PAGE_BYTES);
-    const uint64_t left = end - offset, room = ZPP_PAGE_BYTES - *begin;
-    return (size_t)(left < room ? left : room);
+    const uint64_t left = end - offset, in_page = ZPP_PAGE_BYTES - *begin;
+    return (size_t)(left < in_page ? left : in_page);
 }
 
 void zpp_checksums_set(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes, void *copy) {
@@ -252,9 +252,9 @@ void zpp_checksums_set(zpp_checksums *sums, uint64_t offset_bytes, const void *d
             if (to) to += length;
         }
         lock(sums);
-        const bool room = has_pages(sums, first + count);
+        const bool fits = has_pages(sums, first + count);
         for (size_t index = 0; index < count; ++index) {
-            if (room || first + index < sums->table->pages) put_fragment(sums, first + index, fragments[index]);
+            if (fits || first + index < sums->table->pages) put_fragment(sums, first + index, fragments[index]);
         }
         unlock(sums);
     }
@@ -305,10 +305,10 @@ static bool check_fragment(struct check *check, uint64_t page, uint64_t word) {
 }
 
 static bool check_spares(struct check *check, uint64_t page) {
-    uint64_t words[ZPP_SUMS_FRAGMENTS], turn = 0;
+    uint64_t words[ZPP_SUMS_FRAGMENTS], probe = 0;
     size_t count = 0;
     lock(check->sums);
-    for (struct spare *spare; count < ZPP_SUMS_FRAGMENTS && (spare = next_spare(check->sums, page, &turn));)
+    for (struct spare *spare; count < ZPP_SUMS_FRAGMENTS && (spare = next_spare(check->sums, page, &probe));)
         words[count++] = spare->word;
     unlock(check->sums);
     for (size_t index = 0; index < count; ++index)

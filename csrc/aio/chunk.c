@@ -71,8 +71,8 @@ static struct zpp_aio_chunk *take_from(zpp_aio *aio, struct zpp_aio_queue *queue
 static struct zpp_aio_queue *next_queue(zpp_aio *aio) {
     if (!aio->urgent.first) return aio->background.first ? &aio->background : NULL;
     if (!aio->background.first) return &aio->urgent;
-    if (++aio->turns < BACKGROUND_TURN) return &aio->urgent;
-    aio->turns = 0;
+    if (++aio->urgent_taken < BACKGROUND_TURN) return &aio->urgent;
+    aio->urgent_taken = 0;
     return &aio->background;
 }
 

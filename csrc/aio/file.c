@@ -28,10 +28,10 @@ zpp_status zpp_file_fail(const struct zpp_aio_sys *sys, const char *what, const 
     if (full && free_fd >= 0) fault->has_free = sys->free_bytes(sys->ctx, free_fd, &fault->free_bytes) == 0;
     zpp_status status;
     if (wanted_bytes == 0) { /* a flush has no bytes */
-        char room[64] = "";
+        char free_space[64] = "";
         if (full && fault->has_free)
-            snprintf(room, sizeof room, ": its file system has %" PRIu64 " bytes free", fault->free_bytes);
-        status = zpp_fail(err, ZPP_TIER, "aio: %s \"%s\"%s: %s", what, path, room, strerror(os_errno));
+            snprintf(free_space, sizeof free_space, ": its file system has %" PRIu64 " bytes free", fault->free_bytes);
+        status = zpp_fail(err, ZPP_TIER, "aio: %s \"%s\"%s: %s", what, path, free_space, strerror(os_errno));
     } else if (full && fault->has_free) {
         const bool enough = fault->free_bytes >= wanted_bytes; /* another writer may have released some */
         status = zpp_fail(err, ZPP_TIER,

@@ -101,7 +101,7 @@ struct zpp_aio {
     unsigned outstanding;
     uint64_t numbers;
     struct zpp_aio_queue urgent, background;
-    unsigned turns; /* chunks taken from urgent while background waited */
+    unsigned urgent_taken; /* chunks taken from urgent while background waited */
     struct zpp_aio_chunk *chunks, *free_chunks;
     unsigned inflight;
     size_t inflight_bytes;

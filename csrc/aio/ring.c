@@ -186,11 +186,11 @@ static void arm_wake(zpp_ring *ring) {
     ring->wake_armed = true;
 }
 
-static size_t reap(zpp_ring *ring, struct zpp_ring_result *out, size_t room) {
+static size_t reap(zpp_ring *ring, struct zpp_ring_result *out, size_t capacity) {
     size_t count = 0;
-    while (count < room && ring->ready_count) out[count++] = ring->ready[--ring->ready_count];
+    while (count < capacity && ring->ready_count) out[count++] = ring->ready[--ring->ready_count];
     struct io_uring_cqe *seen;
-    while (count < room && io_uring_peek_cqe(&ring->uring, &seen) == 0 && seen) {
+    while (count < capacity && io_uring_peek_cqe(&ring->uring, &seen) == 0 && seen) {
         void *const tag = io_uring_cqe_get_data(seen);
         if (tag) out[count++] = (struct zpp_ring_result){tag, seen->res};
         else ring->wake_armed = false;
@@ -199,7 +199,7 @@ static size_t reap(zpp_ring *ring, struct zpp_ring_result *out, size_t room) {
     return count;
 }
 
-zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, size_t room, size_t *count,
+zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, size_t capacity, size_t *count,
                         struct zpp_err *err) {
     arm_wake(ring);
     const int done = ring->sys->ring_enter(ring->sys->ctx, &ring->uring, wait && ring->ready_count == 0);
@@ -207,7 +207,7 @@ zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, 
     if (done < 0 && done != -EINTR && done != -EAGAIN && done != -EBUSY && done != -ETIME) {
         return zpp_fail_os(err, -done, "aio: io_uring_enter");
     }
-    *count = reap(ring, out, room);
+    *count = reap(ring, out, capacity);
     return ZPP_OK;
 }
 
@@ -236,9 +236,9 @@ int zpp_ring_add_file(zpp_ring *ring, int fd) {
 }
 void zpp_ring_remove_file(zpp_ring *ring, int slot) { (void)ring, (void)slot; }
 void zpp_ring_push(zpp_ring *ring, const struct zpp_aio_op *op, void *tag) { (void)ring, (void)op, (void)tag; }
-zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, size_t room, size_t *count,
+zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, size_t capacity, size_t *count,
                         struct zpp_err *err) {
-    (void)ring, (void)wait, (void)out, (void)room, (void)count;
+    (void)ring, (void)wait, (void)out, (void)capacity, (void)count;
     return zpp_fail(err, ZPP_NOT_BUILT, "aio: no io_uring in this build");
 }
 

@@ -41,9 +41,9 @@ struct zpp_ring_result {
     void *tag;
     int result; /* bytes, or -errno */
 };
-/* Submit what is prepared; with `wait`, sleep until a result or a wake-up is there. Write up to `room` results to `out`
- * and their number to `*count`. A failure is one of the ring itself; EINTR and EAGAIN are none. */
-zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, size_t room, size_t *count,
+/* Submit what is prepared; with `wait`, sleep until a result or a wake-up is there. Write up to `capacity` results to
+ * `out` and their number to `*count`. A failure is one of the ring itself; EINTR and EAGAIN are none. */
+zpp_status zpp_ring_run(zpp_ring *ring, bool wait, struct zpp_ring_result *out, size_t capacity, size_t *count,
                         struct zpp_err *err);
 
 #endif

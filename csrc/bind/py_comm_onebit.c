@@ -23,7 +23,7 @@ PyObject *zpp_py_onebit_layout(PyObject *object, PyObject *args) {
     const zpp_comm *comm = zpp_py_comm_get(object);
     if (!comm || !PyArg_ParseTuple(args, "nn", &elems, &chunk_elems) || layout_of(comm, elems, chunk_elems, &layout))
         return NULL;
-    return Py_BuildValue("(nnnn)", (Py_ssize_t)layout.slice_elems, (Py_ssize_t)layout.message_bytes,
+    return Py_BuildValue("(nnnn)", (Py_ssize_t)layout.shard_elems, (Py_ssize_t)layout.message_bytes,
                          (Py_ssize_t)zpp_onebit_scratch_bytes(&layout), (Py_ssize_t)zpp_onebit_result_bytes(&layout));
 }
 

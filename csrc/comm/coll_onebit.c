@@ -4,15 +4,15 @@
  * all-gather of the servers'. What disagrees between ranks is found by those: the sizes of all messages follow from the
  * length and the chunks, and an all-gather is compared by its length.
  *
- * scratch   | my message for slice 0 | slice 1 | ... || message of rank 0 for my slice | rank 1 | ... |
- *            each message_bytes long; my own message for my own slice is read where it was made
+ * scratch   | my message for shard 0 | shard 1 | ... || message of rank 0 for my shard | rank 1 | ... |
+ *            each message_bytes long; my own message for my own shard is read where it was made
  */
 #include "onebit.h"
 
 #include "../ops/onebit/onebit.h"
 #include "internal.h"
 
-enum { SLICE_ALIGN_ELEMS = 16, MESSAGE_ALIGN_BYTES = 4 };
+enum { SHARD_ALIGN_ELEMS = 16, MESSAGE_ALIGN_BYTES = 4 };
 
 static size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -22,8 +22,8 @@ static size_t scales_bytes(size_t chunk_elems, size_t elems) {
 
 /* --- layout ------------------------------------------------------------------------------------------------------ */
 
-size_t zpp_onebit_message_bytes(size_t chunk_elems, size_t slice_elems) {
-    return round_up(scales_bytes(chunk_elems, slice_elems) + zpp_onebit_bytes(slice_elems), MESSAGE_ALIGN_BYTES);
+size_t zpp_onebit_message_bytes(size_t chunk_elems, size_t shard_elems) {
+    return round_up(scales_bytes(chunk_elems, shard_elems) + zpp_onebit_bytes(shard_elems), MESSAGE_ALIGN_BYTES);
 }
 
 zpp_status zpp_onebit_layout_make(int ranks, size_t elems, size_t chunk_elems, struct zpp_onebit_layout *out,
@@ -33,23 +33,23 @@ zpp_status zpp_onebit_layout_make(int ranks, size_t elems, size_t chunk_elems, s
                         chunk_elems);
     if (elems > SIZE_MAX / 64)
         return zpp_fail(err, ZPP_INVALID, "comm: %zu elements are more than memory holds", elems);
-    const size_t slice = round_up((elems + (size_t)ranks - 1) / (size_t)ranks, SLICE_ALIGN_ELEMS);
+    const size_t shard = round_up((elems + (size_t)ranks - 1) / (size_t)ranks, SHARD_ALIGN_ELEMS);
     *out = (struct zpp_onebit_layout){.elems = elems,
                                       .chunk_elems = chunk_elems,
-                                      .slice_elems = slice,
-                                      .message_bytes = zpp_onebit_message_bytes(chunk_elems, slice),
+                                      .shard_elems = shard,
+                                      .message_bytes = zpp_onebit_message_bytes(chunk_elems, shard),
                                       .ranks = ranks};
     return ZPP_OK;
 }
 
-size_t zpp_onebit_slice_begin(const struct zpp_onebit_layout *layout, int rank) {
-    const size_t begin = (size_t)rank * layout->slice_elems;
+size_t zpp_onebit_shard_begin(const struct zpp_onebit_layout *layout, int rank) {
+    const size_t begin = (size_t)rank * layout->shard_elems;
     return begin < layout->elems ? begin : layout->elems;
 }
 
-size_t zpp_onebit_slice_elems(const struct zpp_onebit_layout *layout, int rank) {
-    const size_t left = layout->elems - zpp_onebit_slice_begin(layout, rank);
-    return left < layout->slice_elems ? left : layout->slice_elems;
+size_t zpp_onebit_shard_elems(const struct zpp_onebit_layout *layout, int rank) {
+    const size_t left = layout->elems - zpp_onebit_shard_begin(layout, rank);
+    return left < layout->shard_elems ? left : layout->shard_elems;
 }
 
 size_t zpp_onebit_scratch_bytes(const struct zpp_onebit_layout *layout) {
@@ -68,20 +68,20 @@ static uint8_t *message_at(void *messages, const struct zpp_onebit_layout *layou
 
 static float *scales_of(uint8_t *message) { return (float *)(void *)message; }
 
-static uint8_t *bits_of(uint8_t *message, const struct zpp_onebit_layout *layout, size_t slice_elems) {
-    return message + scales_bytes(layout->chunk_elems, slice_elems);
+static uint8_t *bits_of(uint8_t *message, const struct zpp_onebit_layout *layout, size_t shard_elems) {
+    return message + scales_bytes(layout->chunk_elems, shard_elems);
 }
 
 /* Up to three bytes at the end of a message, so that what travels is a function of the values. */
-static void clear_padding(uint8_t *message, const struct zpp_onebit_layout *layout, size_t slice_elems) {
-    uint8_t *end = message + zpp_onebit_message_bytes(layout->chunk_elems, slice_elems);
-    for (uint8_t *at = bits_of(message, layout, slice_elems) + zpp_onebit_bytes(slice_elems); at < end; at++) *at = 0;
+static void clear_padding(uint8_t *message, const struct zpp_onebit_layout *layout, size_t shard_elems) {
+    uint8_t *end = message + zpp_onebit_message_bytes(layout->chunk_elems, shard_elems);
+    for (uint8_t *at = bits_of(message, layout, shard_elems) + zpp_onebit_bytes(shard_elems); at < end; at++) *at = 0;
 }
 
 static void compress(const struct zpp_onebit_job *job, zpp_pool *pool) {
     const struct zpp_onebit_layout *layout = &job->layout;
     for (int r = 0; r < layout->ranks; r++) {
-        const size_t begin = zpp_onebit_slice_begin(layout, r), elems = zpp_onebit_slice_elems(layout, r);
+        const size_t begin = zpp_onebit_shard_begin(layout, r), elems = zpp_onebit_shard_elems(layout, r);
         uint8_t *message = message_at(job->scratch, layout, r);
         zpp_onebit_compress(layout->chunk_elems, (const uint8_t *)job->src + begin * zpp_dtype_bytes(job->src_dtype),
                             job->src_dtype, job->worker_error + begin, elems, bits_of(message, layout, elems),
@@ -90,7 +90,7 @@ static void compress(const struct zpp_onebit_job *job, zpp_pool *pool) {
     }
 }
 
-/* What `rank` has for my slice. */
+/* What `rank` has for my shard. */
 static uint8_t *received(const zpp_comm *comm, const struct zpp_onebit_job *job, int rank) {
     return message_at(job->scratch, &job->layout, rank == comm->rank ? rank : job->layout.ranks + rank);
 }
@@ -101,10 +101,10 @@ static zpp_status send_to_servers(zpp_comm *comm, const struct zpp_onebit_job *j
     void *dsts[ZPP_RANKS_MAX];
     const void *srcs[ZPP_RANKS_MAX];
     size_t dst_bytes[ZPP_RANKS_MAX], src_bytes[ZPP_RANKS_MAX];
-    const size_t mine = zpp_onebit_message_bytes(layout->chunk_elems, zpp_onebit_slice_elems(layout, comm->rank));
+    const size_t mine = zpp_onebit_message_bytes(layout->chunk_elems, zpp_onebit_shard_elems(layout, comm->rank));
     for (int r = 0; r < layout->ranks; r++) {
         srcs[r] = message_at(job->scratch, layout, r);
-        src_bytes[r] = zpp_onebit_message_bytes(layout->chunk_elems, zpp_onebit_slice_elems(layout, r));
+        src_bytes[r] = zpp_onebit_message_bytes(layout->chunk_elems, zpp_onebit_shard_elems(layout, r));
         dsts[r] = received(comm, job, r);
         dst_bytes[r] = mine;
     }
@@ -119,7 +119,7 @@ static zpp_status send_to_servers(zpp_comm *comm, const struct zpp_onebit_job *j
 
 static void average(const zpp_comm *comm, const struct zpp_onebit_job *job, zpp_pool *pool) {
     const struct zpp_onebit_layout *layout = &job->layout;
-    const size_t elems = zpp_onebit_slice_elems(layout, comm->rank);
+    const size_t elems = zpp_onebit_shard_elems(layout, comm->rank);
     struct zpp_onebit_source sources[ZPP_RANKS_MAX];
     uint8_t *message = message_at(job->result, layout, comm->rank);
     for (int r = 0; r < layout->ranks; r++)
@@ -150,7 +150,7 @@ zpp_status zpp_onebit_all_reduce(zpp_comm *comm, const struct zpp_onebit_job *jo
 
 void zpp_onebit_take(const struct zpp_onebit_layout *layout, const void *result, int rank, void *dst,
                      zpp_dtype dst_dtype, bool accumulate, zpp_pool *pool) {
-    const size_t elems = zpp_onebit_slice_elems(layout, rank);
+    const size_t elems = zpp_onebit_shard_elems(layout, rank);
     uint8_t *message = message_at((void *)(uintptr_t)result, layout, rank);
     const struct zpp_onebit_source from = {bits_of(message, layout, elems), scales_of(message)};
     zpp_onebit_decode(layout->chunk_elems, &from, dst, dst_dtype, elems, accumulate, pool);

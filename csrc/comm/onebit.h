@@ -4,17 +4,17 @@
  * (Tang et al. 2021, section 4.1 and figure 3), 1-bit LAMB and 0/1 Adam. Compression, formula and format of the bits:
  * ops/onebit/onebit.h.
  *
- * The array is cut in one slice a rank; rank r is the server of slice r:
+ * The array is cut in one shard a rank; rank r is the server of shard r:
  *
- *   1 worker   compress my array + my worker error, slice by slice
- *   2          all-to-all: slice r of everybody goes to rank r
+ *   1 worker   compress my array + my worker error, shard by shard
+ *   2          all-to-all: shard r of everybody goes to rank r
  *   3 server   mean of what came, in rank order, + my server error, compressed again
  *   4          all-gather of the servers' results: the same bits on every rank
  *
- * A slice travels as a message, | scales, fp32, one a chunk | bits |, padded to 4 bytes. Bytes that a rank reads from
- * its peers, with M = zpp_onebit_message_bytes of a slice: (N - 1) M in step 2 and (N - 1) M in step 4. That is n/8 of
+ * A shard travels as a message, | scales, fp32, one a chunk | bits |, padded to 4 bytes. Bytes that a rank reads from
+ * its peers, with M = zpp_onebit_message_bytes of a shard: (N - 1) M in step 2 and (N - 1) M in step 4. That is n/8 of
  * bits and 4 n / chunk_elems of scales, times (N - 1) / N, each way; an exact all-reduce of fp32 reads 4 n (N - 1) / N
- * each way. Step 4 may be left out where each rank needs its own slice only. The bytes are counted as all_to_all and
+ * each way. Step 4 may be left out where each rank needs its own shard only. The bytes are counted as all_to_all and
  * all_gather, of which this consists, so it runs over whatever transport these do.
  *
  * Deterministic: the same inputs and errors, the same bits, whatever the timing.
@@ -27,18 +27,18 @@
 
 struct zpp_onebit_layout {
     size_t elems, chunk_elems;
-    size_t slice_elems;   /* of every slice but the last ones: elems / ranks rounded up, a multiple of 16 */
-    size_t message_bytes; /* of a slice of slice_elems; a multiple of 4 */
+    size_t shard_elems;   /* of every shard but the last ones: elems / ranks rounded up, a multiple of 16 */
+    size_t message_bytes; /* of a shard of shard_elems; a multiple of 4 */
     int ranks;
 };
 
 /* chunk_elems: a multiple of 16, at least 16; else INVALID. Any number of elements. */
 zpp_status zpp_onebit_layout_make(int ranks, size_t elems, size_t chunk_elems, struct zpp_onebit_layout *out,
                                   struct zpp_err *err);
-/* Slice `rank`: where it begins, and its length, which is shorter at the end and may be 0. */
-size_t zpp_onebit_slice_begin(const struct zpp_onebit_layout *layout, int rank);
-size_t zpp_onebit_slice_elems(const struct zpp_onebit_layout *layout, int rank);
-size_t zpp_onebit_message_bytes(size_t chunk_elems, size_t slice_elems);
+/* Shard `rank`: where it begins, and its length, which is shorter at the end and may be 0. */
+size_t zpp_onebit_shard_begin(const struct zpp_onebit_layout *layout, int rank);
+size_t zpp_onebit_shard_elems(const struct zpp_onebit_layout *layout, int rank);
+size_t zpp_onebit_message_bytes(size_t chunk_elems, size_t shard_elems);
 /* Of the two work areas below. */
 size_t zpp_onebit_scratch_bytes(const struct zpp_onebit_layout *layout);
 size_t zpp_onebit_result_bytes(const struct zpp_onebit_layout *layout);
@@ -48,10 +48,10 @@ struct zpp_onebit_job {
     const void *src;                 /* [elems] of src_dtype; read */
     zpp_dtype src_dtype;             /* F32, BF16 or F16 */
     float *worker_error;             /* [elems]; zeros before the first call, updated in place */
-    float *server_error;             /* [elems of my slice]; the same */
+    float *server_error;             /* [elems of my shard]; the same */
     void *scratch;                   /* aligned to 4; contents are lost */
-    void *result;                    /* aligned to 4: the message of slice r at r * message_bytes */
-    bool gather;                     /* false: only my own slice's message is written */
+    void *result;                    /* aligned to 4: the message of shard r at r * message_bytes */
+    bool gather;                     /* false: only my own shard's message is written */
 };
 
 /* Collective: same layout, dtype and gather on every rank, anything else is PEER or INVALID on all. A value that is not
@@ -61,7 +61,7 @@ struct zpp_onebit_job {
 zpp_status zpp_onebit_all_reduce(zpp_comm *comm, const struct zpp_onebit_job *job, zpp_pool *pool,
                                  const struct zpp_wait *wait, struct zpp_err *err);
 
-/* Slice `rank` of a result, into slice_elems(rank) elements: dst = value, or dst + value. */
+/* Shard `rank` of a result, into shard_elems(rank) elements: dst = value, or dst + value. */
 void zpp_onebit_take(const struct zpp_onebit_layout *layout, const void *result, int rank, void *dst,
                      zpp_dtype dst_dtype, bool accumulate, zpp_pool *pool);
 

@@ -152,12 +152,14 @@ static zpp_status send_handshake(const struct rendezvous *rendezvous, int socket
     union {
         char bytes[CMSG_SPACE(sizeof(int) * FDS)];
         struct cmsghdr align;
-    } room;
+    } control;
     struct iovec part = {&handshake, sizeof handshake};
     const size_t fds = rendezvous->fd[1] >= 0 ? 2 : 1;
-    memset(&room, 0, sizeof room);
-    struct msghdr message = {
-        .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = CMSG_SPACE(sizeof(int) * fds)};
+    memset(&control, 0, sizeof control);
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control.bytes,
+                             .msg_controllen = CMSG_SPACE(sizeof(int) * fds)};
     struct cmsghdr *head = CMSG_FIRSTHDR(&message);
     head->cmsg_level = SOL_SOCKET;
     head->cmsg_type = SCM_RIGHTS;
@@ -180,10 +182,10 @@ static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, 
     union {
         char bytes[CMSG_SPACE(sizeof(int) * FDS)];
         struct cmsghdr align;
-    } room;
+    } control;
     struct iovec part = {handshake, sizeof *handshake};
     struct msghdr message = {
-        .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes};
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
     fd[0] = fd[1] = -1;
     const ssize_t got = recvmsg(socket_fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     *os_errno = got < 0 ? errno : 0;

@@ -96,9 +96,9 @@ void zpp_sig_describe(const struct zpp_sig *sig, char *out, size_t capacity) {
 
 static void describe_now(const void *ctx, char *text, size_t capacity) {
     const struct zpp_comm *comm = ctx;
-    char words[160];
-    zpp_sig_describe(&comm->now, words, sizeof words);
-    snprintf(text, capacity, "%s #%" PRIu32, words, comm->seq);
+    char call[160];
+    zpp_sig_describe(&comm->now, call, sizeof call);
+    snprintf(text, capacity, "%s #%" PRIu32, call, comm->seq);
 }
 
 zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait,

@@ -76,7 +76,7 @@ static struct zpp_onebit_job job_of(const struct test_rank *me, const struct sha
     CHECK_OK(zpp_onebit_layout_make(me->ranks, shape->elems, shape->chunk_elems, &job.layout, &err));
     job.src = calloc(shape->elems + 1, sizeof(float));
     job.worker_error = calloc(shape->elems + 1, sizeof(float));
-    job.server_error = calloc(zpp_onebit_slice_elems(&job.layout, me->rank) + 1, sizeof(float));
+    job.server_error = calloc(zpp_onebit_shard_elems(&job.layout, me->rank) + 1, sizeof(float));
     job.scratch = malloc(zpp_onebit_scratch_bytes(&job.layout) + 1);
     job.result = malloc(zpp_onebit_result_bytes(&job.layout) + 1);
     CHECK(job.src && job.worker_error && job.server_error && job.scratch && job.result);
@@ -97,10 +97,10 @@ struct run {
 };
 
 static void check_result(const struct test_rank *me, const struct zpp_onebit_job *job, const float *mean) {
-    float *values = malloc((job->layout.slice_elems + 1) * sizeof *values);
+    float *values = malloc((job->layout.shard_elems + 1) * sizeof *values);
     CHECK(values);
     for (int r = 0; r < me->ranks; r++) {
-        const size_t begin = zpp_onebit_slice_begin(&job->layout, r), elems = zpp_onebit_slice_elems(&job->layout, r);
+        const size_t begin = zpp_onebit_shard_begin(&job->layout, r), elems = zpp_onebit_shard_elems(&job->layout, r);
         if (!job->gather && r != me->rank) continue;
         zpp_onebit_take(&job->layout, job->result, r, values, ZPP_F32, false, NULL);
         CHECK(memcmp(values, mean + begin, elems * sizeof *values) == 0);
@@ -125,14 +125,14 @@ static void reduce_and_check(struct test_rank *me) {
         CHECK_OK(zpp_onebit_all_reduce(me->comm, &job, NULL, NULL, &err));
         check_result(me, &job, run->expected->mean[call]);
         const size_t mine =
-            zpp_onebit_message_bytes(run->shape.chunk_elems, zpp_onebit_slice_elems(&job.layout, me->rank));
+            zpp_onebit_message_bytes(run->shape.chunk_elems, zpp_onebit_shard_elems(&job.layout, me->rank));
         const size_t peers = (size_t)me->ranks - 1;
         CHECK_EQUAL(total_bytes(me->comm) - before,
                     peers * mine + (run->shape.gather ? peers * job.layout.message_bytes : 0));
     }
     CHECK(memcmp(job.worker_error, run->expected->worker[me->rank], elems * sizeof(float)) == 0);
-    CHECK(memcmp(job.server_error, run->expected->server + zpp_onebit_slice_begin(&job.layout, me->rank),
-                 zpp_onebit_slice_elems(&job.layout, me->rank) * sizeof(float)) == 0);
+    CHECK(memcmp(job.server_error, run->expected->server + zpp_onebit_shard_begin(&job.layout, me->rank),
+                 zpp_onebit_shard_elems(&job.layout, me->rank) * sizeof(float)) == 0);
     free_job(&job);
 }
 

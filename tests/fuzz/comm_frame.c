@@ -16,9 +16,9 @@ static void control(struct fuzz_input *input) {
         struct zpp_err err = ZPP_ERR_INIT;
         struct zpp_frame frame = {0};
         void *at = NULL;
-        const size_t room = zpp_control_link_room(stream, &at);
-        fuzz_need(room > 0 && at != NULL);
-        const size_t bytes = 1 + fuzz_byte(input) % room;
+        const size_t capacity = zpp_control_link_space(stream, &at);
+        fuzz_need(capacity > 0 && at != NULL);
+        const size_t bytes = 1 + fuzz_byte(input) % capacity;
         if (stream->raw_bytes == 0 && bytes == ZPP_FRAME_BYTES && fuzz_byte(input) & 1) {
             frame = (struct zpp_frame){.magic = ZPP_FRAME_MAGIC,
                                        .kind = (uint16_t)(fuzz_byte(input) % 5),

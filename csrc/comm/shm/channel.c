@@ -76,7 +76,7 @@ static bool channel_damaged(void *handle) {
 
 static size_t channel_write(void *handle, const void *src, size_t bytes) {
     struct zpp_channel *channel = handle;
-    const size_t room = channel_writable(channel), all = bytes < room ? bytes : room;
+    const size_t space = channel_writable(channel), all = bytes < space ? bytes : space;
     const uint64_t from = atomic_load_explicit(&channel->written, memory_order_relaxed);
     const size_t at = (size_t)(from % RING_BYTES), first = all < RING_BYTES - at ? all : RING_BYTES - at;
     memcpy(channel->ring + at, src, first);

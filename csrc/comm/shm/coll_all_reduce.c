@@ -5,9 +5,9 @@
  *   small     (N - 1) * bytes: payload beside the signature, every rank combines everything; one publication, one round
  *             of reads
  *   staged    2 (N - 1) / N * bytes, reduce-scatter then all-gather within each round: stage 0 carries the chunk in,
- *             the owner of each slice combines it into stage 1, everybody copies the other slices out of there
- *   in place  2 (N - 1) / N * bytes: every tensor lies in an arena. Per round each rank combines its slice of all
- *             tensors into its own tensor, and copies the other slices from the ranks that combined them, one round
+ *             the owner of each shard combines it into stage 1, everybody copies the other shards out of there
+ *   in place  2 (N - 1) / N * bytes: every tensor lies in an arena. Per round each rank combines its shard of all
+ *             tensors into its own tensor, and copies the other shards from the ranks that combined them, one round
  *             behind
  */
 #include <string.h>
@@ -15,7 +15,7 @@
 #include "../internal.h"
 #include "../reduce.h"
 
-/* In place, one round covers as much of each tensor as still lies in a last-level cache when the slices are copied. */
+/* In place, one round covers as much of each tensor as still lies in a last-level cache when the shards are copied. */
 enum { IN_PLACE_BYTES = 1024 * 1024 };
 /* Staged, what is combined goes into the slot a block at a time, out of the first-level cache. */
 enum { BLOCK_BYTES = 16 * 1024 };
@@ -38,7 +38,7 @@ static size_t round_at(const struct job *job, size_t at) {
 }
 
 /* Slice `rank` of a round of `bytes`: whole cache lines, the last ranks get less or nothing. */
-static void slice_of(const struct job *job, size_t bytes, int rank, size_t *begin, size_t *length) {
+static void shard_of(const struct job *job, size_t bytes, int rank, size_t *begin, size_t *length) {
     const size_t ranks = (size_t)job->wait_ctx->comm->ranks;
     const size_t share = (bytes / ranks + ZPP_LINE_BYTES) & ~(size_t)(ZPP_LINE_BYTES - 1);
     *begin = share * (size_t)rank < bytes ? share * (size_t)rank : bytes;
@@ -62,25 +62,25 @@ static size_t rounds_of(const struct job *job) {
     return (job->tensor->bytes + job->round_bytes - 1) / job->round_bytes;
 }
 
-/* Every slice but my own, each at its place in the slot. */
-static void fill_slices(const void *ctx, size_t round, uint8_t *slot) {
+/* Every shard but my own, each at its place in the slot. */
+static void fill_shards(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->round_bytes;
     for (int r = 0; r < comm->ranks; r++) {
         size_t begin, length;
-        slice_of(job, round_at(job, at), r, &begin, &length);
+        shard_of(job, round_at(job, at), r, &begin, &length);
         if (r != comm->rank) zpp_stage_copy(comm, slot + begin, job->data + at + begin, length);
     }
 }
 
-static void combine_slice(const void *ctx, size_t round, uint32_t staged, uint8_t *slot) {
+static void combine_shard(const void *ctx, size_t round, uint32_t staged, uint8_t *slot) {
     const struct job *job = ctx;
     const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->round_bytes;
     const uint8_t *part[ZPP_RANKS_MAX];
     size_t begin, length;
-    slice_of(job, round_at(job, at), comm->rank, &begin, &length);
+    shard_of(job, round_at(job, at), comm->rank, &begin, &length);
     for (size_t done = 0; done < length; done += BLOCK_BYTES) {
         const size_t bytes = length - done < BLOCK_BYTES ? length - done : BLOCK_BYTES;
         uint8_t *mine = job->data + at + begin + done;
@@ -91,20 +91,20 @@ static void combine_slice(const void *ctx, size_t round, uint32_t staged, uint8_
     }
 }
 
-static void gather_slices(const void *ctx, size_t round, uint32_t staged) {
+static void gather_shards(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
     const struct zpp_comm *comm = job->wait_ctx->comm;
     const size_t at = round * job->round_bytes;
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
         size_t begin, length;
-        slice_of(job, round_at(job, at), r, &begin, &length);
+        shard_of(job, round_at(job, at), r, &begin, &length);
         memcpy(job->data + at + begin, zpp_stage(comm, r, 1, staged), length);
     }
 }
 
 static zpp_status staged(const struct job *job, struct zpp_err *err) {
-    const struct zpp_pipeline pipeline = {rounds_of(job), job, fill_slices, gather_slices, combine_slice};
+    const struct zpp_pipeline pipeline = {rounds_of(job), job, fill_shards, gather_shards, combine_shard};
     return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
@@ -114,9 +114,9 @@ static void combine_in_place(const struct job *job, const uint8_t *const *tensor
     struct zpp_comm *comm = job->wait_ctx->comm;
     const uint8_t *part[ZPP_RANKS_MAX];
     size_t begin, length;
-    slice_of(job, round_at(job, at), comm->rank, &begin, &length);
+    shard_of(job, round_at(job, at), comm->rank, &begin, &length);
     for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + at + begin;
-    /* Only this rank reads or writes this slice before the phase ends. Its lines may lie in the peers' caches from the
+    /* Only this rank reads or writes this shard before the phase ends. Its lines may lie in the peers' caches from the
      * last time: then writing around the cache can be several times faster than taking them away one by one. */
     combine(job, job->data + at + begin, part, length, zpp_shared_nontemporal(comm));
 }
@@ -126,7 +126,7 @@ static void copy_in_place(const struct job *job, const uint8_t *const *tensor, s
     for (int k = 1; k < comm->ranks; k++) {
         const int r = (comm->rank + k) % comm->ranks;
         size_t begin, length;
-        slice_of(job, round_at(job, at), r, &begin, &length);
+        shard_of(job, round_at(job, at), r, &begin, &length);
         zpp_copy(job->data + at + begin, tensor[r] + at + begin, length, zpp_own_nontemporal(comm));
     }
 }

@@ -2,9 +2,9 @@
  *
  * Quantised collectives (ZeRO++, Wang et al. 2023): blocks of codes of 8 or 4 bits and an fp32 scale a block travel in
  * place of elements (csrc/ops/quant, symmetric). w(E) = bytes of E elements on the wire = E * bits / 8 + 4 a block.
- * Bytes read from peers, per rank of N, E = elements of one rank's slice:
+ * Bytes read from peers, per rank of N, E = elements of one rank's shard:
  *
- *   all_gather      (N - 1) w(E)          qwZ, section 3.2. Each rank takes its own slice from its codes, too, so all
+ *   all_gather      (N - 1) w(E)          qwZ, section 3.2. Each rank takes its own shard from its codes, too, so all
  *                                         ranks hold the same bits.
  *   reduce_scatter  (N - 1) w(E)          qgZ, section 3.3, on one node: one hop, one quantisation
  *     on M nodes    (L - 1) M w(E) near   L = N / M ranks a node. First hop in the node: local rank l collects what
@@ -36,7 +36,7 @@ struct job {
     const uint8_t *src;
     uint8_t *dst;
     zpp_dtype dtype;
-    size_t elem_bytes, elems; /* elems: of one slice; all_reduce: of the tensor */
+    size_t elem_bytes, elems; /* elems: of one shard; all_reduce: of the tensor */
     float factor;
     int node_ranks; /* L */
 };
@@ -129,7 +129,7 @@ static zpp_status all_gather(struct job *job, struct zpp_err *err) {
 
 /* --- reduce-scatter ---------------------------------------------------------------------------------------------- */
 
-/* A piece of every rank's slice, by rank. */
+/* A piece of every rank's shard, by rank. */
 static void scatter_fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * job->wire.piece_elems, elems = length_at(job, at);
@@ -182,9 +182,9 @@ static void node_take(const void *ctx, size_t round, uint32_t staged) {
 static zpp_status reduce_scatter(struct job *job, struct zpp_err *err) {
     struct zpp_comm *comm = job->wait_ctx->comm;
     const int nodes = comm->ranks / job->node_ranks;
-    const uint64_t slice = wire_bytes(&job->wire, job->elems);
-    const uint64_t far = slice * (uint64_t)(nodes - 1);
-    const uint64_t near = slice * (uint64_t)(job->node_ranks - 1) * (uint64_t)nodes;
+    const uint64_t shard = wire_bytes(&job->wire, job->elems);
+    const uint64_t far = shard * (uint64_t)(nodes - 1);
+    const uint64_t near = shard * (uint64_t)(job->node_ranks - 1) * (uint64_t)nodes;
     const bool one_hop = nodes == 1 || job->node_ranks == 1;
     const struct zpp_pipeline pipeline = {rounds_of(job), job, scatter_fill, one_hop ? scatter_take : node_take,
                                           one_hop ? NULL : node_pass};

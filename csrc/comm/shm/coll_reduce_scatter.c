@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Reduce-scatter: src holds N slices; dst = slice `rank` combined over all ranks, in rank order. Each rank reads (N -
- * 1) * slice bytes from its peers:
+ * Reduce-scatter: src holds N shards; dst = shard `rank` combined over all ranks, in rank order. Each rank reads (N -
+ * 1) * shard bytes from its peers:
  *
  *   small     all of src beside the signature; one publication, one round of reads
- *   in place  every src lies in an arena: its slices are combined straight from there, then one final phase
- *   staged    rounds: my slot holds, for each peer, the next piece of that peer's slice; combine the pieces of the
+ *   in place  every src lies in an arena: its shards are combined straight from there, then one final phase
+ *   staged    rounds: my slot holds, for each peer, the next piece of that peer's shard; combine the pieces of the
  * round before
  */
 #include <string.h>
@@ -15,7 +15,7 @@
 
 struct job {
     struct zpp_wait_ctx *wait_ctx;
-    const struct zpp_tensor *tensor; /* elems, bytes: of one slice */
+    const struct zpp_tensor *tensor; /* elems, bytes: of one shard */
     uint8_t *dst;
     const uint8_t *src;
     size_t elem_bytes, piece_bytes; /* of one peer in a slot; whole cache lines, so whole elements */
@@ -28,13 +28,13 @@ static void combine(const struct job *job, const uint8_t *const *part, size_t at
 
 static zpp_status small(const struct job *job, struct zpp_err *err) {
     struct zpp_comm *comm = job->wait_ctx->comm;
-    const size_t slice = job->tensor->bytes, all = slice * (size_t)comm->ranks;
+    const size_t shard_bytes = job->tensor->bytes, all = shard_bytes * (size_t)comm->ranks;
     const zpp_status status = zpp_exchange_small(job->wait_ctx, job->src, all, err);
     const uint8_t *part[ZPP_RANKS_MAX];
     if (status != ZPP_OK) return status;
     for (int r = 0; r < comm->ranks; r++)
-        part[r] = (r == comm->rank ? job->src : zpp_payload(comm, r, all)) + (size_t)comm->rank * slice;
-    combine(job, part, 0, slice);
+        part[r] = (r == comm->rank ? job->src : zpp_payload(comm, r, all)) + (size_t)comm->rank * shard_bytes;
+    combine(job, part, 0, shard_bytes);
     return ZPP_OK;
 }
 

@@ -20,7 +20,7 @@ struct zpp_queued_message {
     int fd;
 };
 
-union fd_room {
+union fd_buffer {
     char bytes[CMSG_SPACE(sizeof(int))];
     struct cmsghdr align;
 };
@@ -29,12 +29,12 @@ zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_me
                             struct zpp_err *err) {
     struct zpp_message copy = *content;
     struct iovec part = {&copy, sizeof copy};
-    union fd_room room;
+    union fd_buffer control;
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     if (fd >= 0) {
-        memset(&room, 0, sizeof room);
-        message.msg_control = room.bytes;
-        message.msg_controllen = sizeof room.bytes;
+        memset(&control, 0, sizeof control);
+        message.msg_control = control.bytes;
+        message.msg_controllen = sizeof control.bytes;
         struct cmsghdr *head = CMSG_FIRSTHDR(&message);
         head->cmsg_level = SOL_SOCKET;
         head->cmsg_type = SCM_RIGHTS;
@@ -57,15 +57,15 @@ zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_me
  * that). */
 static zpp_status receive(const struct zpp_peer *peer, struct zpp_queued_message *queued) {
     struct iovec part = {&queued->content, sizeof queued->content};
-    union fd_room room;
+    union fd_buffer control;
     struct msghdr message = {
-        .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes};
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
     const ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     queued->fd = -1;
     if (got < 0) return ZPP_AGAIN;
     struct cmsghdr *head = CMSG_FIRSTHDR(&message);
     if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
-        int fds[sizeof room.bytes / sizeof(int)]; /* alignment leaves room for more than the one that belongs here */
+        int fds[sizeof control.bytes / sizeof(int)]; /* alignment leaves room for more than the one that belongs here */
         const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
         memcpy(fds, CMSG_DATA(head), count * sizeof(int));
         for (size_t i = 1; i < count; i++) close(fds[i]);

@@ -50,9 +50,9 @@ struct purpose {
 static void describe_purpose(const void *ctx, char *text, size_t capacity) {
     const struct purpose *purpose = ctx;
     if (purpose->ring->describe && purpose->desc) {
-        char words[200];
-        describe_desc(purpose->ring, purpose->desc, words, sizeof words);
-        snprintf(text, capacity, "%s%s", purpose->acknowledgement ? "the end of " : "", words);
+        char described[200];
+        describe_desc(purpose->ring, purpose->desc, described, sizeof described);
+        snprintf(text, capacity, "%s%s", purpose->acknowledgement ? "the end of " : "", described);
         return;
     }
     snprintf(text, capacity, "%s #%" PRIu64 " of descriptor ring \"%s\"",

@@ -48,7 +48,7 @@ zpp_status zpp_frame_check(const void *raw, int ranks, struct zpp_frame *out, st
     return ZPP_OK;
 }
 
-size_t zpp_control_link_room(struct zpp_control_link *control, void **at) {
+size_t zpp_control_link_space(struct zpp_control_link *control, void **at) {
     if (control->raw_bytes < ZPP_FRAME_BYTES) {
         *at = control->raw + control->raw_bytes;
         return ZPP_FRAME_BYTES - control->raw_bytes;

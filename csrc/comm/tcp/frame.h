@@ -38,7 +38,7 @@ struct zpp_control_link {
     size_t raw_bytes, text_bytes;
 };
 /* Where the next bytes of the stream belong, and how many fit; never 0. */
-size_t zpp_control_link_room(struct zpp_control_link *control, void **at);
+size_t zpp_control_link_space(struct zpp_control_link *control, void **at);
 /* So many bytes were put there. OK: `*out` is a whole frame (ERROR: its message in `text`, ended) until the next
  * call. AGAIN: more is needed. PEER, with a message: what came is no control message. */
 zpp_status zpp_control_link_parse(struct zpp_control_link *control, size_t bytes, int ranks, struct zpp_frame *out,

@@ -8,7 +8,7 @@
 
 /* Who waits for the network waits a little longer than who waits inside a host, and who waits for the result of that a
  * little longer still: so the one who is nearest to the failed rank names it. */
-static const uint64_t BETWEEN_NS = 1000000000u, AFTER_NS = 3000000000u;
+static const uint64_t INTERNODE_NS = 1000000000u, AFTER_NS = 3000000000u;
 
 static void set_wait_ctx(const struct zpp_hier *hier, const struct zpp_wait_ctx *like, struct zpp_comm *comm,
                          uint64_t more_ns, struct zpp_wait *wait, struct zpp_wait_ctx *out) {
@@ -73,7 +73,7 @@ static zpp_status run_as(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *c
     const uint64_t intranode_before = intranode_bytes(net->local), network_before = net->received_bytes;
     net->local->timeout_ns = comm->timeout_ns;
     set_wait_ctx(&hier, wait_ctx, net->local, 0, &hier.before_wait, &hier.before);
-    set_wait_ctx(&hier, wait_ctx, comm, BETWEEN_NS, &hier.between_wait, &hier.between);
+    set_wait_ctx(&hier, wait_ctx, comm, INTERNODE_NS, &hier.internode_wait, &hier.internode);
     set_wait_ctx(&hier, wait_ctx, net->local, AFTER_NS, &hier.after_wait, &hier.after);
     zpp_status status = zpp_hier_intranode(&hier.before, err);
     if (status == ZPP_OK) status = zpp_exchange(&hier.before, err);

@@ -27,7 +27,7 @@ zpp_status zpp_hier_barrier(struct zpp_hier *hier, struct zpp_err *err) {
         flow[count++] = zpp_flow_out(hosts->rank_at[h][0], 0, NULL, 0);
         flow[count++] = zpp_flow_in(hosts->rank_at[h][0], 0, NULL, 0);
     }
-    if (count) status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
+    if (count) status = zpp_flows_run(&hier->internode, flow, count, NULL, NULL, err);
     if (status == ZPP_OK) status = zpp_hier_intranode(&hier->after, err);
     return status == ZPP_OK ? zpp_exchange(&hier->after, err) : status;
 }
@@ -39,8 +39,8 @@ static int receiver_of(const struct zpp_hosts *hosts, int rank, int host) {
     return hosts->rank_at[host][hosts->index_of[rank] % hosts->count[host]];
 }
 
-static zpp_status gather_between(struct zpp_hier *hier, void *const *dst, const void *src, size_t bytes,
-                                 struct zpp_err *err) {
+static zpp_status gather_internode(struct zpp_hier *hier, void *const *dst, const void *src, size_t bytes,
+                                   struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
     struct zpp_flow *flow = calloc(2 * ZPP_RANKS_MAX, sizeof *flow);
     size_t count = 0;
@@ -54,7 +54,7 @@ static zpp_status gather_between(struct zpp_hier *hier, void *const *dst, const 
             flow[count++] = zpp_flow_in(rank, 0, dst[rank], bytes);
         }
     }
-    const zpp_status status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
+    const zpp_status status = zpp_flows_run(&hier->internode, flow, count, NULL, NULL, err);
     free(flow);
     return status;
 }
@@ -88,7 +88,7 @@ zpp_status zpp_hier_all_gather(struct zpp_hier *hier, struct zpp_err *err) {
     for (int i = 0; i < hier->locals; i++) here[i] = dst[hosts->rank_at[hosts->mine][i]];
     zpp_status status = zpp_hier_intranode(&hier->before, err);
     if (status == ZPP_OK) status = zpp_coll_all_gather(&hier->before, here, call->src, bytes, err);
-    if (status == ZPP_OK) status = gather_between(hier, dst, call->src, bytes, err);
+    if (status == ZPP_OK) status = gather_internode(hier, dst, call->src, bytes, err);
     for (int h = 0; status == ZPP_OK && h < hosts->hosts && hier->locals > 1; h++)
         if (h != hosts->mine) status = share(hier, h, dst, bytes, err);
     return status;
@@ -108,7 +108,7 @@ zpp_status zpp_hier_broadcast(struct zpp_hier *hier, struct zpp_err *err) {
     for (int h = 0; hier->me == call->root && h < hosts->hosts; h++)
         if (h != hosts->mine) flow[count++] = zpp_flow_out(hosts->rank_at[h][0], 0, call->dst, bytes);
     if (!root_here && hier->place == 0) flow[count++] = zpp_flow_in(call->root, 0, call->dst, bytes);
-    if (count) status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
+    if (count) status = zpp_flows_run(&hier->internode, flow, count, NULL, NULL, err);
     if (status == ZPP_OK) status = zpp_hier_intranode(&hier->after, err);
     return status == ZPP_OK ? zpp_coll_broadcast(&hier->after, call->dst, bytes, root_place, err) : status;
 }
@@ -150,7 +150,7 @@ zpp_status zpp_hier_all_to_all(struct zpp_hier *hier, struct zpp_err *err) {
             flow[count++] = zpp_flow_in(from, 0, call->dsts[from], call->dst_bytes[from]);
     }
     zpp_status status = all_to_all_intranode(hier, err);
-    if (status == ZPP_OK) status = zpp_flows_run(&hier->between, flow, count, NULL, NULL, err);
+    if (status == ZPP_OK) status = zpp_flows_run(&hier->internode, flow, count, NULL, NULL, err);
     free(flow);
     return status;
 }

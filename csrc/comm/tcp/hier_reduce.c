@@ -10,7 +10,7 @@
  *   all_reduce       small (SMALL_BYTES): (H - 1) * bytes, every host sums everything
  *                    else 2 (H - 1) / H * bytes / L: reduce-scatter and all-gather among the ranks of one place, in one
  *                    pass: a piece goes out as soon as it is summed
- *   reduce_scatter   (H - 1) * bytes of dst: each host sends its sum of a rank's slice straight to that rank
+ *   reduce_scatter   (H - 1) * bytes of dst: each host sends its sum of a rank's shard straight to that rank
  *   reduce           (H - 1) * bytes at the root
  *
  * AVG: the mean of the hosts' means where all hosts have equally many ranks, so that nothing overflows on the way; else
@@ -61,8 +61,8 @@ static void add_what_came(void *ctx) {
     }
     while (adding->added < there) {
         size_t run = there - adding->added;
-        const size_t room = adding->ring_bytes ? adding->ring_bytes - adding->added % adding->ring_bytes : run;
-        add_run(adding, run < room ? run : room);
+        const size_t ring_left = adding->ring_bytes ? adding->ring_bytes - adding->added % adding->ring_bytes : run;
+        add_run(adding, run < ring_left ? run : ring_left);
     }
     for (int i = 0; i < adding->ins; i++) adding->in[i]->taken = adding->added;
     for (int i = 0; i < adding->outs; i++) adding->out[i]->ready = adding->added;
@@ -96,18 +96,18 @@ static struct adding adding_of(const struct zpp_hier *hier, uint8_t *dst, size_t
 }
 
 /* What comes from each other host to be added up: whole where it is short, else through a ring, so that it is still in
- * the cache when it is added. Returns the bytes of room that each host needs. */
-static size_t room_of(struct adding *adding, const struct zpp_comm *comm) {
+ * the cache when it is added. Returns the bytes of capacity that each host needs. */
+static size_t part_capacity(struct adding *adding, const struct zpp_comm *comm) {
     const size_t ring_bytes = zpp_flow_ring_bytes(comm);
     adding->ring_bytes = adding->bytes > ring_bytes ? ring_bytes : 0;
     return adding->ring_bytes ? ring_bytes : adding->bytes;
 }
 
-/* The flow of host `host`'s part, from `rank`, into `room`. */
-static void add_in(struct adding *adding, struct zpp_flow *flow, int host, int rank, uint32_t part, uint8_t *room) {
-    *flow = zpp_flow_in(rank, part, room, adding->bytes);
+/* The flow of host `host`'s part, from `rank`, into `capacity`. */
+static void add_in(struct adding *adding, struct zpp_flow *flow, int host, int rank, uint32_t part, uint8_t *buffer) {
+    *flow = zpp_flow_in(rank, part, buffer, adding->bytes);
     flow->ring_bytes = adding->ring_bytes;
-    adding->part[host] = room;
+    adding->part[host] = buffer;
     adding->in[adding->ins++] = flow;
 }
 
@@ -124,29 +124,29 @@ static zpp_status exchange_small(struct zpp_hier *hier, uint8_t *data, size_t by
     zpp_status status = zpp_net_scratch(hier->comm, bytes * (size_t)hosts->hosts, &scratch, err);
     if (status != ZPP_OK) return status;
     for (int h = 0; h < hosts->hosts; h++) {
-        uint8_t *room = scratch + (size_t)h * bytes;
+        uint8_t *buffer = scratch + (size_t)h * bytes;
         const int rank = hosts->rank_at[h][hier->place];
-        adding.part[h] = room;
+        adding.part[h] = buffer;
         if (h == hosts->mine) {
-            memcpy(room, data, bytes); /* data is overwritten while it still goes out otherwise */
+            memcpy(buffer, data, bytes); /* data is overwritten while it still goes out otherwise */
             continue;
         }
         flow[count++] = zpp_flow_out(rank, part, scratch + (size_t)hosts->mine * bytes, bytes);
-        flow[count] = zpp_flow_in(rank, part, room, bytes);
+        flow[count] = zpp_flow_in(rank, part, buffer, bytes);
         adding.in[adding.ins++] = &flow[count++];
     }
-    return zpp_flows_run(&hier->between, flow, count, add_what_came, &adding, err);
+    return zpp_flows_run(&hier->internode, flow, count, add_what_came, &adding, err);
 }
 
-/* Slice h of `bytes`: whole lines; the last hosts get less or nothing. */
-static void slice_of(size_t bytes, int hosts, int host, size_t *begin, size_t *length) {
+/* Shard h of `bytes`: whole lines; the last hosts get less or nothing. */
+static void shard_of(size_t bytes, int hosts, int host, size_t *begin, size_t *length) {
     const size_t share = (bytes / (size_t)hosts + LINE) & ~(size_t)(LINE - 1);
     *begin = share * (size_t)host < bytes ? share * (size_t)host : bytes;
     *length = bytes - *begin < share ? bytes - *begin : share;
 }
 
-/* Host h adds up slice h and sends it to the others while its later parts still come in: over connections of their own,
- * so that the sum, which is in the cache, does not queue behind what is still to be added elsewhere. A slice of `data`
+/* Host h adds up shard h and sends it to the others while its later parts still come in: over connections of their own,
+ * so that the sum, which is in the cache, does not queue behind what is still to be added elsewhere. A shard of `data`
  * is overwritten by its sum only where it has gone out already: the sum needed it. */
 static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
@@ -154,23 +154,23 @@ static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t by
     struct zpp_flow flow[4 * ZPP_RANKS_MAX];
     size_t count = 0, begin, length, theirs, their_length;
     uint8_t *scratch;
-    slice_of(bytes, hosts->hosts, hosts->mine, &begin, &length);
+    shard_of(bytes, hosts->hosts, hosts->mine, &begin, &length);
     struct adding adding = adding_of(hier, data + begin, length);
-    const size_t room = room_of(&adding, hier->comm);
-    zpp_status status = zpp_net_scratch(hier->comm, (room + 1) * (size_t)hosts->hosts, &scratch, err);
+    const size_t capacity = part_capacity(&adding, hier->comm);
+    zpp_status status = zpp_net_scratch(hier->comm, (capacity + 1) * (size_t)hosts->hosts, &scratch, err);
     if (status != ZPP_OK) return status;
     adding.part[hosts->mine] = data + begin;
     for (int k = 1; k < hosts->hosts; k++) {
         const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][hier->place];
-        slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
+        shard_of(bytes, hosts->hosts, h, &theirs, &their_length);
         flow[count] = zpp_flow_out(rank, part, data + theirs, their_length);
         flow[count++].links = ZPP_LINKS_FIRST;
-        add_in(&adding, &flow[count], h, rank, part, scratch + (size_t)h * room);
+        add_in(&adding, &flow[count], h, rank, part, scratch + (size_t)h * capacity);
         flow[count++].links = ZPP_LINKS_FIRST;
     }
     for (int k = 1; k < hosts->hosts; k++) {
         const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][hier->place];
-        slice_of(bytes, hosts->hosts, h, &theirs, &their_length);
+        shard_of(bytes, hosts->hosts, h, &theirs, &their_length);
         flow[count] = zpp_flow_out(rank, part + 1, data + begin, length);
         flow[count].links = ZPP_LINKS_REST;
         flow[count].ready = 0;
@@ -178,7 +178,7 @@ static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t by
         flow[count] = zpp_flow_in(rank, part + 1, data + theirs, their_length);
         flow[count++].links = ZPP_LINKS_REST;
     }
-    return zpp_flows_run(&hier->between, flow, count, add_what_came, &adding, err);
+    return zpp_flows_run(&hier->internode, flow, count, add_what_came, &adding, err);
 }
 
 static zpp_status exchange(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
@@ -241,19 +241,19 @@ static zpp_status add_hosts(struct zpp_hier *hier, struct adding *adding, uint8_
     for (int h = 0; h < hosts->hosts; h++)
         if (h != hosts->mine)
             add_in(adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * part_bytes);
-    const zpp_status status = zpp_flows_run(&hier->between, flow, count, add_what_came, adding, err);
+    const zpp_status status = zpp_flows_run(&hier->internode, flow, count, add_what_came, adding, err);
     if (status == ZPP_OK) scale(hier, hier->call->dst, hier->call->elems);
     return status;
 }
 
 /* The rank of this host that has its host's sum; of the root's host, the root. */
-static bool speaks(const struct zpp_hier *hier) {
+static bool holds_sum(const struct zpp_hier *hier) {
     const int root = hier->call->root;
     const bool root_here = hier->hosts->host_of[root] == hier->hosts->mine;
     return root_here ? hier->me == root : hier->place == 0;
 }
 
-static int speaker_here(const struct zpp_hier *hier) {
+static int place_of_sum(const struct zpp_hier *hier) {
     const int root = hier->call->root;
     return hier->hosts->host_of[root] == hier->hosts->mine ? hier->hosts->index_of[root] : 0;
 }
@@ -262,24 +262,23 @@ zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err) {
     const struct zpp_call *call = hier->call;
     const size_t hosts = (size_t)hier->hosts->hosts;
     const struct zpp_tensor tensor = tensor_of(hier, call->elems);
-    const bool at_root = hier->me == call->root, speaker = speaks(hier);
+    const bool at_root = hier->me == call->root, holder = holds_sum(hier);
     struct adding adding = adding_of(hier, call->dst, tensor.bytes);
     uint8_t *scratch = NULL, *sum = call->dst;
     zpp_status status = ZPP_OK;
-    const size_t part_bytes = at_root ? room_of(&adding, hier->comm) : 0;
-    if (speaker)
-        status = zpp_net_scratch(hier->comm, (at_root ? part_bytes * hosts : tensor.bytes) + 1, &scratch, err);
+    const size_t part_bytes = at_root ? part_capacity(&adding, hier->comm) : 0;
+    if (holder) status = zpp_net_scratch(hier->comm, (at_root ? part_bytes * hosts : tensor.bytes) + 1, &scratch, err);
     if (status != ZPP_OK) return status;
-    if (speaker && !at_root) { /* its own tensor stays as it is */
+    if (holder && !at_root) { /* its own tensor stays as it is */
         memcpy(scratch, call->dst, tensor.bytes);
         sum = scratch;
     }
     status = zpp_hier_intranode(&hier->before, err);
-    if (status == ZPP_OK) status = zpp_coll_reduce(&hier->before, sum, &tensor, speaker_here(hier), err);
-    if (status != ZPP_OK || !speaker) return status;
+    if (status == ZPP_OK) status = zpp_coll_reduce(&hier->before, sum, &tensor, place_of_sum(hier), err);
+    if (status != ZPP_OK || !holder) return status;
     if (!at_root) {
         struct zpp_flow flow = zpp_flow_out(call->root, 0, sum, tensor.bytes);
-        return zpp_flows_run(&hier->between, &flow, 1, NULL, NULL, err);
+        return zpp_flows_run(&hier->internode, &flow, 1, NULL, NULL, err);
     }
     adding.part[hier->hosts->mine] = sum;
     return add_hosts(hier, &adding, scratch, part_bytes, err);
@@ -287,35 +286,35 @@ zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err) {
 
 /* --- reduce_scatter ---------------------------------------------------------------------------------------------- */
 
-/* The slices of host `host`'s ranks, one after the other: in the caller's tensor where they lie so, else copied. */
-static const uint8_t *slices_of(const struct zpp_hier *hier, int host, size_t bytes, uint8_t *room) {
+/* The shards of host `host`'s ranks, one after the other: in the caller's tensor where they lie so, else copied. */
+static const uint8_t *shards_of(const struct zpp_hier *hier, int host, size_t bytes, uint8_t *scratch) {
     const struct zpp_hosts *hosts = hier->hosts;
     const uint8_t *src = hier->call->src;
-    bool together = true;
+    bool contiguous = true;
     for (int i = 1; i < hosts->count[host]; i++)
-        together = together && hosts->rank_at[host][i] == hosts->rank_at[host][0] + i;
-    if (together) return src + (size_t)hosts->rank_at[host][0] * bytes;
+        contiguous = contiguous && hosts->rank_at[host][i] == hosts->rank_at[host][0] + i;
+    if (contiguous) return src + (size_t)hosts->rank_at[host][0] * bytes;
     for (int i = 0; i < hosts->count[host]; i++)
-        memcpy(room + (size_t)i * bytes, src + (size_t)hosts->rank_at[host][i] * bytes, bytes);
-    return room;
+        memcpy(scratch + (size_t)i * bytes, src + (size_t)hosts->rank_at[host][i] * bytes, bytes);
+    return scratch;
 }
 
 /* What the ranks here have for host `host`: equally many ranks there: one each. `sum`: mine. */
-static zpp_status sum_for(struct zpp_hier *hier, int host, const struct zpp_tensor *tensor, uint8_t *room,
+static zpp_status sum_for(struct zpp_hier *hier, int host, const struct zpp_tensor *tensor, uint8_t *scratch,
                           uint8_t *sum, struct zpp_err *err) {
-    const uint8_t *slices = slices_of(hier, host, tensor->bytes, room);
+    const uint8_t *shards = shards_of(hier, host, tensor->bytes, scratch);
     const zpp_status status = zpp_hier_intranode(&hier->before, err);
-    return status == ZPP_OK ? zpp_coll_reduce_scatter(&hier->before, sum, slices, tensor, err) : status;
+    return status == ZPP_OK ? zpp_coll_reduce_scatter(&hier->before, sum, shards, tensor, err) : status;
 }
 
 static zpp_status finish_scatter(struct zpp_hier *hier, struct zpp_flow *flow, size_t count,
                                  struct adding *adding, struct zpp_err *err) {
-    const zpp_status status = zpp_flows_run(&hier->between, flow, count, add_what_came, adding, err);
+    const zpp_status status = zpp_flows_run(&hier->internode, flow, count, add_what_came, adding, err);
     if (status == ZPP_OK) scale(hier, adding->dst, adding->bytes / adding->elem_bytes);
     return status;
 }
 
-/* Scratch: what comes from each host; where a host has several ranks, my sum for each host and room for the slices of
+/* Scratch: what comes from each host; where a host has several ranks, my sum for each host and room for the shards of
  * one. */
 static zpp_status scatter_even(struct zpp_hier *hier, const struct zpp_tensor *tensor, struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
@@ -325,26 +324,26 @@ static zpp_status scatter_even(struct zpp_hier *hier, const struct zpp_tensor *t
     struct adding adding = adding_of(hier, hier->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
-    const size_t room = room_of(&adding, hier->comm), come_bytes = room * (size_t)hosts->hosts;
+    const size_t capacity = part_capacity(&adding, hier->comm), received_bytes = capacity * (size_t)hosts->hosts;
     const size_t more_bytes = alone ? 1 : internode_bytes + bytes * (size_t)hier->locals;
-    zpp_status status = zpp_net_scratch(hier->comm, come_bytes + more_bytes, &scratch, err);
-    uint8_t *come = scratch, *sums = scratch + come_bytes, *slices = sums + internode_bytes;
+    zpp_status status = zpp_net_scratch(hier->comm, received_bytes + more_bytes, &scratch, err);
+    uint8_t *received = scratch, *sums = scratch + received_bytes, *shards = sums + internode_bytes;
     for (int h = 0; status == ZPP_OK && h < hosts->hosts; h++) {
         const int rank = hosts->rank_at[h][hier->place];
         const uint8_t *mine = (const uint8_t *)hier->call->src + (size_t)rank * bytes;
         if (!alone) {
-            status = sum_for(hier, h, tensor, slices, sums + (size_t)h * bytes, err);
+            status = sum_for(hier, h, tensor, shards, sums + (size_t)h * bytes, err);
             mine = sums + (size_t)h * bytes;
         }
         adding.part[h] = mine;
         if (h == hosts->mine) continue;
         flow[count++] = zpp_flow_out(rank, 0, mine, bytes);
-        add_in(&adding, &flow[count++], h, rank, 0, come + (size_t)h * room);
+        add_in(&adding, &flow[count++], h, rank, 0, received + (size_t)h * capacity);
     }
     return status == ZPP_OK ? finish_scatter(hier, flow, count, &adding, err) : status;
 }
 
-/* Every slice is summed at one rank of each host, in turn, which sends it to its owner. Scratch: one sum a rank of the
+/* Every shard is summed at one rank of each host, in turn, which sends it to its owner. Scratch: one sum a rank of the
  * group, what comes from each host. */
 static zpp_status scatter_uneven(struct zpp_hier *hier, const struct zpp_tensor *tensor, struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
@@ -354,8 +353,8 @@ static zpp_status scatter_uneven(struct zpp_hier *hier, const struct zpp_tensor 
     struct adding adding = adding_of(hier, hier->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
-    const size_t sums_bytes = bytes * (size_t)comm->ranks, room = room_of(&adding, comm);
-    zpp_status status = zpp_net_scratch(hier->comm, sums_bytes + room * (size_t)hosts->hosts, &scratch, err);
+    const size_t sums_bytes = bytes * (size_t)comm->ranks, capacity = part_capacity(&adding, comm);
+    zpp_status status = zpp_net_scratch(hier->comm, sums_bytes + capacity * (size_t)hosts->hosts, &scratch, err);
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         const bool here = hosts->host_of[r] == hosts->mine;
         const int place = here ? hosts->index_of[r] : hosts->index_of[r] % hier->locals;
@@ -369,7 +368,7 @@ static zpp_status scatter_uneven(struct zpp_hier *hier, const struct zpp_tensor 
     for (int h = 0; h < hosts->hosts; h++)
         if (h != hosts->mine)
             add_in(&adding, &flow[count++], h, hosts->rank_at[h][hier->place % hosts->count[h]], 0,
-                   scratch + sums_bytes + (size_t)h * room);
+                   scratch + sums_bytes + (size_t)h * capacity);
     return status == ZPP_OK ? finish_scatter(hier, flow, count, &adding, err) : status;
 }
 

@@ -94,8 +94,8 @@ static void read_control(struct zpp_comm *comm, int rank) {
     struct zpp_frame frame;
     for (;;) {
         void *at;
-        const size_t room = zpp_control_link_room(&peer->control, &at);
-        const ssize_t got = recv(peer->link[ZPP_NET_CONTROL], at, room, MSG_DONTWAIT);
+        const size_t capacity = zpp_control_link_space(&peer->control, &at);
+        const ssize_t got = recv(peer->link[ZPP_NET_CONTROL], at, capacity, MSG_DONTWAIT);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0 && errno == EAGAIN) return;
         if (got <= 0) break;

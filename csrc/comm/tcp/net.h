@@ -159,8 +159,8 @@ struct zpp_hier {
     struct zpp_net *net;
     const struct zpp_hosts *hosts;
     const struct zpp_call *call;
-    struct zpp_wait before_wait, between_wait, after_wait;
-    struct zpp_wait_ctx before, between, after; /* inside the host, over the network, inside the host again */
+    struct zpp_wait before_wait, internode_wait, after_wait;
+    struct zpp_wait_ctx before, internode, after; /* inside the host, over the network, inside the host again */
     int me, place, locals;                  /* my rank, my place on my host, how many we are there */
 };
 zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err);

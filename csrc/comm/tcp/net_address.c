@@ -18,15 +18,15 @@
 #include "net.h"
 
 void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t capacity) {
-    char words[INET6_ADDRSTRLEN] = "?";
+    char address_text[INET6_ADDRSTRLEN] = "?";
     if (address->ss_family == AF_INET6) {
         const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)address;
-        inet_ntop(AF_INET6, &six->sin6_addr, words, sizeof words);
-        snprintf(text, capacity, "[%s]:%u", words, (unsigned)ntohs(six->sin6_port));
+        inet_ntop(AF_INET6, &six->sin6_addr, address_text, sizeof address_text);
+        snprintf(text, capacity, "[%s]:%u", address_text, (unsigned)ntohs(six->sin6_port));
     } else {
         const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
-        inet_ntop(AF_INET, &four->sin_addr, words, sizeof words);
-        snprintf(text, capacity, "%s:%u", words, (unsigned)ntohs(four->sin_port));
+        inet_ntop(AF_INET, &four->sin_addr, address_text, sizeof address_text);
+        snprintf(text, capacity, "%s:%u", address_text, (unsigned)ntohs(four->sin_port));
     }
 }
 

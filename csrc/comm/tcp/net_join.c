@@ -105,14 +105,14 @@ static void tune(int fd) {
 static zpp_status listen_here(struct joining *joining, struct zpp_err *err) {
     struct zpp_net_address bound = joining->own;
     struct address_endpoint *endpoint = &joining->endpoint[joining->comm->rank];
-    char words[80];
-    zpp_net_describe(&bound.address, words, sizeof words);
+    char address_text[80];
+    zpp_net_describe(&bound.address, address_text, sizeof address_text);
     joining->listener = socket(bound.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (joining->listener < 0 ||
         bind(joining->listener, (const struct sockaddr *)&bound.address, bound.length) != 0 ||
         listen(joining->listener, 512) != 0 ||
         getsockname(joining->listener, (struct sockaddr *)&bound.address, &bound.length) != 0)
-        return zpp_fail_os(err, errno, "comm: rank %d cannot listen on %s", joining->comm->rank, words);
+        return zpp_fail_os(err, errno, "comm: rank %d cannot listen on %s", joining->comm->rank, address_text);
     endpoint->family = bound.address.ss_family == AF_INET6 ? 6 : 4;
     if (endpoint->family == 6) {
         const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)&bound.address;
