@@ -7,7 +7,8 @@
                                                    test_comm_fuzz* (the same targets, no coverage) under AddressSanitizer
     python tests/c/run.py --only test_base_pool -- nested_runs_stay_in_their_thread
 
-tests/c/lib_*.c become shared libraries beside the programs, which tests load at run time.
+tests/c/lib_*.c become shared libraries beside the programs, and so does the simulated GPU (tests/sim); tests load them
+at run time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests" / "sim"))
+import sim_build  # noqa: E402
+
 import setup as build  # noqa: E402  (setup.py: the same flags, the same rule for files)
 
 PRODUCT = ("base", "ops", "comm", "aio", "zero")
@@ -80,6 +84,7 @@ class Flavor:
             compiled = list(workers.map(self.builder.c_objects, product_sources()))
             objects = [made for several in compiled for made in several]
             list(workers.map(self._library, sorted((ROOT / "tests" / "c").glob("lib_*.c"))))
+        self._beside(sim_build.driver())
         # An archive, so that a program links only the layers below what it tests.
         newest = max(path.stat().st_mtime_ns for path in objects)
         members = self.product.with_suffix(".members")
@@ -89,6 +94,12 @@ class Flavor:
             self.product.unlink(missing_ok=True)
             build.run(["ar", "rcs", str(self.product), *map(str, objects)])
             members.write_text(wanted)
+
+    def _beside(self, library: Path) -> None:
+        """Put a link to a library beside the programs. The simulated GPU is plain in all flavors: it is no product."""
+        link = self.folder / library.name
+        if not link.exists():
+            link.symlink_to(library)
 
     def _library(self, source: Path) -> Path:
         target = self.folder / f"{source.stem}.so"

@@ -1,29 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The device cuda over a driver made for the test (lib_fake_cuda.c): contexts are balanced, nothing is lost, errors
- * name what happened. What only a GPU can show is test_base_cuda.c.
+ * The device cuda over the simulated GPU: contexts are balanced, nothing is lost, errors name what happened. What only
+ * a GPU can show is test_base_cuda.c.
  */
-#include "harness.h"
+#include "sim_gpu.h"
 
 #include "../../csrc/base/cuda_images.h"
 #include "../../csrc/base/device_cuda.h"
-#include "beside.h"
 
-/* Two images, each with one kernel: to the fake driver an image is the name of its kernel. */
-const struct zpp_cuda_image zpp_cuda_images[] = {{"a_cuda.cu", "first", 6}, {"b_cuda.cu", "second", 7}, {0, 0, 0}};
+/* Two images, each with one kernel. */
+const struct zpp_cuda_image zpp_cuda_images[] = {
+    {"a_cuda.cu", "sim:first", 10}, {"b_cuda.cu", "sim:second", 11}, {0, 0, 0}};
 const size_t zpp_cuda_images_count = 2;
 const int zpp_cuda_images_toolkit = 13000;
 
+enum { MEMORY_BYTES = 1 << 28 };
+static const uint64_t ALL_LAZY = ~UINT64_C(0);
 static const struct zpp_wait ten_seconds = {10000000000u, NULL, NULL};
-static void *fake;
-
-static int *counter(const char *name) { return dlsym(fake, name); }
-static int call_int(const char *name, int argument) {
-    int (*function)(int);
-    void *found = dlsym(fake, name);
-    memcpy(&function, &found, sizeof function);
-    return function(argument);
-}
 
 static zpp_device *new_device(void) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -35,11 +28,13 @@ static zpp_device *new_device(void) {
 
 static void end_device(zpp_device *device) {
     zpp_device_destroy(device);
-    CHECK_EQUAL(call_int("fake_cuda_depth", 0), 0);
-    CHECK_EQUAL(*counter("fake_cuda_retained"), 0);
-    CHECK_EQUAL(*counter("fake_cuda_allocated"), 0);
-    CHECK_EQUAL(*counter("fake_cuda_objects"), 0);
-    CHECK_EQUAL(*counter("fake_cuda_modules"), 0);
+    const struct sim_counts counts = sim_gpu_counts();
+    CHECK_EQUAL(counts.contexts, 0);
+    CHECK_EQUAL(counts.blocks, 0);
+    CHECK_EQUAL(counts.streams, 0);
+    CHECK_EQUAL(counts.events, 0);
+    CHECK_EQUAL(counts.modules, 0);
+    CHECK_EQUAL(SIM(sim_contexts_pushed)(), 0);
 }
 
 static void memory_is_page_aligned(void) {
@@ -54,10 +49,10 @@ static void memory_is_page_aligned(void) {
     CHECK_OK(zpp_cuda_host_alloc(device, 0, &host, &err));
     zpp_cuda_host_free(device, host);
     zpp_device_free(device, blocks[2], 1400);
-    CHECK_EQUAL(*counter("fake_cuda_allocated"), 4);
+    CHECK_EQUAL(sim_gpu_counts().blocks, 4);
     void *none = NULL;
     CHECK_FAILS(zpp_device_alloc(device, 1 << 29, &none, &err), ZPP_NOMEM,
-                "cuda:0: no room for 536870912 bytes, 1000 of 268435456 bytes are free");
+                "cuda:0: no room for 536870912 bytes, 268410368 of 268435456 bytes are free");
     CHECK(none == NULL);
     end_device(device); /* frees the other four */
 }
@@ -80,6 +75,7 @@ static void copies_are_late_and_ordered(void) {
     CHECK_OK(zpp_event_create(device, &event, &err));
     CHECK_OK(zpp_device_alloc(device, sizeof *to, (void **)&to, &err));
     CHECK_OK(zpp_event_sync(event, NULL, &err)); /* never recorded */
+    SIM(sim_set_schedule)(ALL_LAZY, 0);
     *to = 0;
     CHECK_OK(zpp_stream_copy(side, to, &from, sizeof from, &err));
     CHECK_OK(zpp_event_record(event, side, &err));
@@ -98,6 +94,10 @@ static void copies_are_late_and_ordered(void) {
     CHECK_OK(zpp_stream_launch(host, saw_native, &where, sizeof where, &err));
     CHECK(seen == &from);
     zpp_stream_adopt(host, NULL);
+    SIM(sim_set_schedule)(0, 0);
+    *to = 0;
+    CHECK_OK(zpp_stream_copy(side, to, &from, sizeof from, &err));
+    CHECK_EQUAL(*to, 7); /* an eager stream runs inside the call */
     zpp_event_destroy(event);
     zpp_stream_destroy(side);
     zpp_stream_destroy(host);
@@ -113,8 +113,9 @@ static void errors_stay(void) {
     CHECK_OK(zpp_stream_create(device, ZPP_STREAM_QUEUE, "side", &stream, &err));
     CHECK_OK(zpp_stream_create(device, ZPP_STREAM_THREAD, "other", &other, &err));
     CHECK_OK(zpp_event_create(device, &event, &err));
-    *counter("fake_cuda_break_next") = 1;
-    const char *sentence = "stream \"side\": copy: CUDA_ERROR_FAKE: a fake error (700)";
+    SIM(sim_faults)->fail_copy = 700;
+    const char *sentence =
+        "stream \"side\": copy: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered (700)";
     CHECK_FAILS(zpp_stream_copy(stream, &cell, &cell, sizeof cell, &err), ZPP_DEVICE, sentence);
     CHECK_FAILS(zpp_stream_copy(stream, &cell, &cell, sizeof cell, &err), ZPP_DEVICE, sentence);
     CHECK_FAILS(zpp_stream_poll(stream, &err), ZPP_DEVICE, sentence);
@@ -127,8 +128,22 @@ static void errors_stay(void) {
     zpp_stream_destroy(other);
     end_device(device);
     CHECK_FAILS(zpp_device_cuda_create(1, &device, &err), ZPP_INVALID, "ordinal is 1, wanted 0 to 0: 1 devices");
-    CHECK_EQUAL(*counter("fake_cuda_retained"), 0);
+    CHECK_EQUAL(sim_gpu_counts().contexts, 0);
 }
+
+static int threads_of_second;
+
+static void run_first(const void *arg, unsigned int block, unsigned int thread) {
+    (void)arg, (void)block, (void)thread;
+}
+
+static void run_second(const void *arg, unsigned int block, unsigned int thread) {
+    (void)block, (void)thread;
+    threads_of_second += *(const int *)arg;
+}
+
+static struct sim_kernel first_kernel = {"first", sizeof(int), run_first, false, NULL};
+static struct sim_kernel second_kernel = {"second", sizeof(int), run_second, false, NULL};
 
 static void kernels_are_found_in_every_image(void) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -138,27 +153,67 @@ static void kernels_are_found_in_every_image(void) {
     CHECK_OK(zpp_cuda_kernel(device, "first", &first, &err));
     CHECK_OK(zpp_cuda_kernel(device, "second", &again, &err));
     CHECK(first != second && second == again);
-    CHECK_EQUAL(*counter("fake_cuda_modules"), 2); /* loaded once */
+    CHECK_EQUAL(sim_gpu_counts().modules, 2); /* loaded once */
     CHECK_FAILS(zpp_cuda_kernel(device, "third", &again, &err), ZPP_NOT_BUILT, "no kernel \"third\" among 2 images");
     int count = 5;
     void *args[] = {&count};
     const struct zpp_cuda_grid grid = {{2, 1, 1}, {256, 1, 1}, 0}, empty = {{0, 1, 1}, {256, 1, 1}, 0};
     CHECK_OK(zpp_cuda_launch(device, second, &grid, NULL, args, &err));
-    CHECK_EQUAL(call_int("fake_cuda_launches", 1), 5);
+    count = 6; /* the launch has taken its value along */
+    SIM(sim_finish)();
+    CHECK_EQUAL(threads_of_second, 2 * 256 * 5);
     CHECK_FAILS(zpp_cuda_launch(device, second, &empty, NULL, args, &err), ZPP_DEVICE,
-                "launching a kernel: CUDA_ERROR_FAKE");
+                "launching a kernel: CUDA_ERROR_INVALID_VALUE");
     int version = 0;
     CHECK_OK(zpp_cuda_driver_version(&version, &err));
     CHECK_EQUAL(version, 13010);
     end_device(device);
 }
 
+/* What a GPU would do to a program that makes these mistakes, the simulation reports. */
+static void mistakes_are_errors(void) {
+    const struct zpp_cuda_api *cuda;
+    struct zpp_err err = ZPP_ERR_INIT;
+    CHECK_OK(zpp_cuda_api(&cuda, &err));
+    CUdeviceptr memory;
+    CUstream stream;
+    CUevent event;
+    CHECK(cuda->cuMemAlloc(&memory, 8) != ZPP_CU_SUCCESS); /* without a context */
+    zpp_device *device = new_device();
+    CUdevice ordinal;
+    CUcontext context;
+    CHECK_EQUAL(cuda->cuDeviceGet(&ordinal, 0), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuDevicePrimaryCtxRetain(&context, ordinal), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuCtxPushCurrent(context), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuStreamCreateWithPriority(&stream, ZPP_CU_STREAM_NON_BLOCKING, 0), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuEventCreate(&event, ZPP_CU_EVENT_DISABLE_TIMING), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuStreamDestroy(stream), ZPP_CU_SUCCESS);
+    CHECK(cuda->cuEventRecord(event, stream) != ZPP_CU_SUCCESS); /* a dead stream */
+    CHECK_EQUAL(cuda->cuEventDestroy(event), ZPP_CU_SUCCESS);
+    CHECK(cuda->cuEventQuery(event) != ZPP_CU_SUCCESS); /* a dead event */
+    uint64_t counter = 0;
+    CHECK(cuda->cuStreamWriteValue64(NULL, (CUdeviceptr)(uintptr_t)&counter, 1, 0) != ZPP_CU_SUCCESS); /* pageable */
+    CHECK_EQUAL(cuda->cuMemHostRegister(&counter, sizeof counter, 0), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuMemHostRegister(&counter, sizeof counter, 0), ZPP_CU_HOST_REGISTER_ALREADY);
+    CHECK_EQUAL(cuda->cuStreamWriteValue64(NULL, (CUdeviceptr)(uintptr_t)&counter, 1, 0), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuStreamSynchronize(NULL), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(counter, 1);
+    CHECK_EQUAL(cuda->cuMemHostUnregister(&counter), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuCtxPopCurrent(&context), ZPP_CU_SUCCESS);
+    CHECK_EQUAL(cuda->cuDevicePrimaryCtxRelease(ordinal), ZPP_CU_SUCCESS);
+    end_device(device);
+}
+
 int main(int argc, char **argv) {
-    fake = load_beside("lib_fake_cuda.so", "ZEROPP_CUDA_DRIVER", NULL);
-    CHECK(fake != NULL);
+    char bytes[32];
+    snprintf(bytes, sizeof bytes, "%d", MEMORY_BYTES);
+    setenv("SIM_DEVICE_BYTES", bytes, 1);
+    sim_gpu_load();
+    SIM(sim_kernel_register)(&first_kernel);
+    SIM(sim_kernel_register)(&second_kernel);
     static const struct test_case cases[] = {
-        TEST(memory_is_page_aligned), TEST(copies_are_late_and_ordered), TEST(errors_stay),
-        TEST(kernels_are_found_in_every_image), {0},
+        TEST(memory_is_page_aligned),           TEST(copies_are_late_and_ordered), TEST(errors_stay),
+        TEST(kernels_are_found_in_every_image), TEST(mistakes_are_errors),         {0},
     };
     return test_main(argc, argv, cases);
 }

@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The simulated GPU (tests/sim) for C tests: run.py puts its library beside each program.
+ */
+#ifndef ZPP_TESTS_SIM_GPU_H
+#define ZPP_TESTS_SIM_GPU_H
+
+#include "../sim/sim.h"
+#include "beside.h"
+#include "harness.h"
+
+static void *sim_library;
+
+/* A function or variable of sim.h, such as SIM(sim_finish)(). */
+#define SIM(name) ((__typeof__(&name))dlsym(sim_library, #name))
+
+static void sim_gpu_load(void) {
+    sim_library = load_beside("libsim.so", "ZEROPP_CUDA_DRIVER", "ZEROPP_NCCL");
+    CHECK(sim_library != NULL);
+}
+
+static inline struct sim_counts sim_gpu_counts(void) {
+    struct sim_counts counts;
+    SIM(sim_get_counts)(&counts);
+    return counts;
+}
+
+#endif
