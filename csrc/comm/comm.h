@@ -33,6 +33,7 @@ struct zpp_store {
 };
 
 typedef struct zpp_comm zpp_comm;
+enum { ZPP_RANKS_MAX = 64 }; /* of one group, on all its hosts: zpp_comm_create refuses more */
 /* Between hosts; unused where all ranks are on one. Strings may be NULL or empty; borrowed for the call. */
 struct zpp_network_options {
     const char *host_id;   /* ranks with the same one share memory; default: boot id and network namespace */
@@ -269,9 +270,9 @@ struct zpp_sum_seen {
     bool nonfinite;          /* an element of the result was infinite or NaN in the dtype of the additions */
     bool replaced_nonfinite; /* where dst is one of the sources: an element of that source was */
 };
-/* src[r]: `ranks` arrays of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`); accumulate: dst[i] += that.
- * dst may be one of the sources, where it has their dtype and does not accumulate. `scale` is rounded to float32 first,
- * unless the elements are float64. One pass, AVX where there. */
+/* src[r]: `ranks` arrays, at most ZPP_RANKS_MAX, of `elems` elements of `dtype`. dst of dst_dtype (F32 or `dtype`);
+ * accumulate: dst[i] += that. dst may be one of the sources, where it has their dtype and does not accumulate. `scale`
+ * is rounded to float32 first, unless the elements are float64. One pass, with AVX where the CPU has it. */
 struct zpp_sum_seen zpp_reduce_sources(void *dst, zpp_dtype dst_dtype, bool accumulate, const void *const *src,
                                        int ranks, zpp_dtype dtype, size_t elems, double scale);
 

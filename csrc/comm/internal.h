@@ -21,7 +21,6 @@
 
 enum {
     ZPP_LINE_BYTES = 64,
-    ZPP_RANKS_MAX = 64,
     ZPP_INLINE_BYTES = 40,   /* payload that travels on the line of its sequence number */
     ZPP_SMALL_BYTES = 16384, /* payload of collectives that need no staging */
     ZPP_PIPELINE_STAGES = 2,

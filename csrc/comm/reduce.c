@@ -10,7 +10,7 @@
 
 #include "../base/cpu.h"
 
-enum { BLOCK_ELEMS = 512, PIECE_BYTES = 8192, SUM_SOURCES = 64, STREAM_MIN_BYTES = 16384 };
+enum { BLOCK_ELEMS = 512, PIECE_BYTES = 8192, STREAM_MIN_BYTES = 16384 };
 
 const struct zpp_sum_kernels *zpp_sum_kernels(void) {
 #if ZPP_CPU_X86
@@ -174,7 +174,7 @@ static void reduce_range(void *dst, zpp_reduce_op op, const void *const *src, in
 static void reduce_and_stream(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
                               size_t elems) {
     _Alignas(64) uint8_t piece[PIECE_BYTES];
-    const void *from[SUM_SOURCES];
+    const void *from[ZPP_RANKS_MAX];
     const size_t elem_bytes = zpp_dtype_bytes(dtype), piece_elems = PIECE_BYTES / elem_bytes;
     for (size_t at = 0; at < elems; at += piece_elems) {
         const size_t count = elems - at < piece_elems ? elems - at : piece_elems;
@@ -211,10 +211,10 @@ static struct zpp_sum_seen sum_f64(const struct zpp_sum *sum, double scale, size
 
 /* Without a scale. To accumulate makes dst the first source. */
 static void sum_integers(const struct zpp_sum *sum, zpp_dtype dtype, size_t elems) {
-    const void *all[SUM_SOURCES + 1];
+    const void *all[ZPP_RANKS_MAX + 1];
     int sources = 0;
     if (sum->accumulate) all[sources++] = sum->dst;
-    for (int r = 0; r < sum->sources && sources <= SUM_SOURCES; r++) all[sources++] = sum->src[r];
+    for (int r = 0; r < sum->sources && sources <= ZPP_RANKS_MAX; r++) all[sources++] = sum->src[r];
     zpp_reduce_op_sources(sum->dst, ZPP_SUM, all, sources, dtype, elems, false);
 }
 

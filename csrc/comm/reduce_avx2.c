@@ -115,7 +115,7 @@ static inline __attribute__((always_inline)) size_t sum_blocks(const struct zpp_
 static struct zpp_sum_seen sum_rest(struct zpp_sum_seen (*scalar)(const struct zpp_sum *, size_t),
                                     const struct zpp_sum *sum, size_t elem_bytes, size_t done, size_t elems,
                                     struct zpp_sum_seen seen) {
-    const void *src[64];
+    const void *src[ZPP_RANKS_MAX];
     struct zpp_sum rest = *sum;
     for (int r = 0; r < sum->sources; r++) src[r] = (const uint8_t *)sum->src[r] + done * elem_bytes;
     rest.src = src;

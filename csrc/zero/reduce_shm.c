@@ -62,8 +62,6 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard
     return count;
 }
 
-enum { MAX_RANKS_ON_STACK = 256 };
-
 static void count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
     const size_t source_bytes =
@@ -76,11 +74,8 @@ static void count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad
 
 static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
-    const void *sources[MAX_RANKS_ON_STACK];
-    int from[MAX_RANKS_ON_STACK];
-    if (zero->ranks > MAX_RANKS_ON_STACK)
-        return zpp_fail(err, ZPP_INVALID, "zero: %d ranks on one host, at most %d work", zero->ranks,
-                        MAX_RANKS_ON_STACK);
+    const void *sources[ZPP_RANKS_MAX];
+    int from[ZPP_RANKS_MAX];
     const int count = collect_sources(zero, grad, zero->rank, sources, from);
     if (count == 0) return ZPP_OK;
     const zpp_status status = zero->store->acquire ? zero->store->acquire(zero, grad, err) : ZPP_OK;

@@ -196,8 +196,8 @@ size_t zpp_wire_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
 void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float factor, void *to, zpp_dtype dtype,
                     bool accumulate, size_t elems) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
-    struct zpp_quant_source sources[ZPP_WIRE_RANKS];
-    assert(count <= ZPP_WIRE_RANKS);
+    struct zpp_quant_source sources[ZPP_RANKS_MAX];
+    assert(count <= ZPP_RANKS_MAX);
     const size_t tile = TILE_ELEMS / spec->block_elems * spec->block_elems; /* a tile begins at a block */
     if (!accumulate) {
         for (int i = 0; i < count; i++) sources[i] = source_at(spec, qcopies[i], elems, 0);

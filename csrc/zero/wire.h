@@ -27,8 +27,6 @@
 #include "../ops/quant/quant.h"
 #include "zero.h"
 
-enum { ZPP_WIRE_RANKS = 256 };
-
 struct zpp_wire {
     struct zpp_quant_spec params, grads; /* bits 0: exact */
     zpp_region *qcopies;                  /* PER_RANK: of my shards of sharded units */

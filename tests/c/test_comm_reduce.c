@@ -227,6 +227,17 @@ static void avx512_lane_by_lane(void) {
 }
 #endif
 
+/* As many sources as a group may have ranks, and elements that no vector divides. */
+static void most_sources(void) {
+    enum { MANY = 37 };
+    float values[MANY], sums[MANY];
+    const void *many[ZPP_RANKS_MAX];
+    for (int i = 0; i < MANY; i++) values[i] = (float)i;
+    for (int r = 0; r < ZPP_RANKS_MAX; r++) many[r] = values;
+    zpp_reduce_sources(sums, ZPP_F32, false, many, ZPP_RANKS_MAX, ZPP_F32, MANY, 0.5);
+    for (int i = 0; i < MANY; i++) CHECK(sums[i] == (float)(i * ZPP_RANKS_MAX / 2));
+}
+
 static void public_door(void) {
     float a[3] = {1.0f, 2.0f, 3.0f}, b[3] = {10.0f, 20.0f, 30.0f}, into[3] = {0.5f, 0.5f, 0.5f};
     const void *two[2] = {a, b};
@@ -258,6 +269,6 @@ int main(int argc, char **argv) {
 #if ZPP_CPU_X86
                                              TEST(avx2), TEST(avx512_lane_by_lane),
 #endif
-                                             TEST(public_door), {0}};
+                                             TEST(most_sources), TEST(public_door), {0}};
     return test_main(argc, argv, cases);
 }
