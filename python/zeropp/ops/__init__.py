@@ -13,8 +13,8 @@ C checks everything before it writes anything; the doors turn its sentence into 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,16 @@ from torch import Tensor
 from zeropp.ops import block_sparse as _sparse_attention
 from zeropp.ops import checks
 from zeropp.ops import fp8 as _fp8
-from zeropp.ops import frozen as _frozen
 from zeropp.ops import lamb as _lamb
 from zeropp.ops import moe as _moe
 from zeropp.ops import moments as _moments
 from zeropp.ops import onebit as _onebit
-from zeropp.ops import onebit_lamb as _onebit_lamb
+from zeropp.ops import onebit_steps as _onebit_steps
 from zeropp.ops import optimizers as _optimizers
 from zeropp.ops import quant as _quant
 from zeropp.ops import tokens as _tokens
-from zeropp.ops import zero_one as _zero_one
 from zeropp.ops.block_sparse import SparseLayout, sparse_attention
 from zeropp.ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
-from zeropp.ops.frozen import frozen_adam_step_
 from zeropp.ops.lamb import lamb_moments_, lamb_step_
 from zeropp.ops.moe import (
     MoeExchange,
@@ -50,11 +47,10 @@ from zeropp.ops.moe import (
 )
 from zeropp.ops.moments import moments_decode_, moments_encode_, moments_scales
 from zeropp.ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
-from zeropp.ops.onebit_lamb import onebit_lamb_fresh_
+from zeropp.ops.onebit_steps import frozen_adam_step_, onebit_lamb_fresh_, zero_one_adam_step_
 from zeropp.ops.optimizers import adagrad_step_, lion_step_, sgd_step_
 from zeropp.ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, quantise, quantise_
 from zeropp.ops.tokens import token_gather, token_sample, token_scatter
-from zeropp.ops.zero_one import zero_one_adam_step_
 
 __all__ = [
     "Fp8", "MoeExchange", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_",
@@ -66,7 +62,6 @@ __all__ = [
     "token_sample", "token_scatter", "zero_one_adam_step_",
 ]  # fmt: skip
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _registered = False
 
 
@@ -177,28 +172,21 @@ def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def register() -> None:
-    """Register the fake kernels; ``import zeropp`` does it, after the C library registered the operators."""
+    """Register fake kernels and gradients; ``import zeropp`` does it, after the C library registered the operators.
+
+    All of them are registered from this file: torch reads the source of each file that registers one.
+    """
     global _registered
     if _registered:
         return
-    areas = (
-        _optimizers, _lamb, _quant, _onebit, _moe, _sparse_attention, _tokens, _fp8, _moments, _frozen, _onebit_lamb,
-        _zero_one,
-    )  # fmt: skip
-    _tell_inspect([__name__, *(area.__name__ for area in areas)])
-    torch.library.register_fake("zeropp::adam_step_", _fake_adam_step)
-    torch.library.register_fake("zeropp::norm_squares", _fake_norm_squares)
-    for area in areas:
-        area.register()
+    # torch asks inspect which module registers a fake kernel, and for the first answer inspect resolves the path of every module that
+    # is loaded: beside transformers, that takes longer than all else of the import. Its cache is told the answer.
+    getattr(inspect, "modulesbyfile", {}).setdefault(__file__, __name__)
+    for op, fake in _FAKES.items():
+        torch.library.register_fake(f"zeropp::{op}", fake)
+    for op, (backward, context) in _GRADIENTS.items():
+        torch.library.register_autograd(f"zeropp::{op}", backward, setup_context=context)
     _registered = True
-
-
-def _tell_inspect(names: list[str]) -> None:
-    """Put into inspect's cache what it would find. torch asks it which module registers each fake kernel, and at a first
-    question it resolves the path of every module that is loaded: beside transformers, longer than all else of the import."""
-    known: dict[str, str] = getattr(inspect, "modulesbyfile", {})
-    for name in names:
-        known.setdefault(str(sys.modules[name].__file__), name)
 
 
 def _fake_adam_step(
@@ -212,39 +200,23 @@ def _fake_adam_step(
     *rates: float,
 ) -> None:
     name = "zeropp.ops.adam_step_"
-    fp32 = (torch.float32,)
-    for argument, tensors, dtypes, may_be_empty in (
-        ("params", params, fp32, False),
-        ("grads", grads, _FLOATS, False),
-        ("exp_avgs", exp_avgs, fp32, False),
-        ("exp_avg_sqs", exp_avg_sqs, fp32, False),
-        ("max_exp_avg_sqs", max_exp_avg_sqs, fp32, True),
-        ("param_outs", param_outs, _FLOATS, True),
-    ):
-        if not (may_be_empty and len(tensors) == 0):
-            _check_like(name, argument, tensors, params, dtypes)
+    checks.fake_check_step(name, params, grads, param_outs)
+    checks.fake_check_like(name, "exp_avgs", exp_avgs, params, checks.FP32)
+    checks.fake_check_like(name, "exp_avg_sqs", exp_avg_sqs, params, checks.FP32)
+    if max_exp_avg_sqs:
+        checks.fake_check_like(name, "max_exp_avg_sqs", max_exp_avg_sqs, params, checks.FP32)
     if len(steps) != len(params):
         raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")
 
 
-def _check_like(
-    name: str, argument: str, tensors: list[Tensor], params: list[Tensor], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    if len(tensors) != len(params):
-        raise ValueError(f"{name}: {argument} has {len(tensors)} tensors, wanted {len(params)} as in params")
-    for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name}: {argument}[{index}] is {tensor.dtype}, wanted one of {dtypes}")
-        if tensor.numel() != param.numel():
-            raise ValueError(
-                f"{name}: {argument}[{index}] has {tensor.numel()} elements, wanted {param.numel()} as in "
-                f"params[{index}]"
-            )
-
-
 def _fake_norm_squares(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     for index, tensor in enumerate(tensors):
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(f"zeropp.ops.norm_squares: tensors[{index}] is {tensor.dtype}, wanted one of {_FLOATS}")
+        checks.fake_check("zeropp.ops.norm_squares", f"tensors[{index}]", tensor, checks.FLOATS)
     size, device = (len(tensors),), tensors[0].device if tensors else torch.device("cpu")
     return torch.empty(size, dtype=torch.float64, device=device), torch.empty(size, dtype=torch.int64, device=device)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {"adam_step_": _fake_adam_step, "norm_squares": _fake_norm_squares}
+for _area in (_optimizers, _lamb, _quant, _onebit, _onebit_steps, _moe, _sparse_attention, _tokens, _fp8, _moments):
+    _FAKES.update(_area.FAKES)
+_GRADIENTS = {**_moe.GRADIENTS, **_sparse_attention.GRADIENTS, **_tokens.GRADIENTS}

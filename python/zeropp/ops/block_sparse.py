@@ -173,13 +173,6 @@ def sparse_attention(
 
 
 # --- what torch has to know ------------------------------------------------------------------------------------------
-def register() -> None:
-    """Register the fake kernels and the gradient."""
-    torch.library.register_fake("zeropp::sparse_attention", _fake_forward)
-    torch.library.register_fake("zeropp::sparse_attention_backward", _fake_backward)
-    torch.library.register_autograd("zeropp::sparse_attention", _backward, setup_context=_context)
-
-
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, key_mask, starts, columns, *ctx.numbers = inputs
     out, lse = output
@@ -229,3 +222,7 @@ def _fake_backward(
     checks.fake_check(name, "lse", lse, checks.FP32, q.numel() // dim)
     shape = (q.numel() // (seq * dim), seq, dim)
     return q.new_empty(shape), q.new_empty(shape), q.new_empty(shape)
+
+
+FAKES = {"sparse_attention": _fake_forward, "sparse_attention_backward": _fake_backward}
+GRADIENTS: checks.Gradients = {"sparse_attention": (_backward, _context)}

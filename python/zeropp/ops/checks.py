@@ -16,6 +16,9 @@ FP32 = (torch.float32,)
 CPU = ("cpu",)
 BOTH = ("cpu", "cuda")
 
+Gradients = dict[str, tuple[Callable[..., Any], Callable[..., Any]]]
+"""The backward of each operator that has one, and what keeps its inputs for that."""
+
 
 def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
     """A tensor, on one of the devices, that a differentiable operator may read."""

@@ -116,12 +116,6 @@ def _check_parts(name: str, label: str, parts: Fp8) -> list[Tensor]:
 
 
 # --- what torch has to know ------------------------------------------------------------------------------------------
-def register() -> None:
-    """Register the fake kernels."""
-    torch.library.register_fake("zeropp::fp8_quantise_", _fake_quantise)
-    torch.library.register_fake("zeropp::fp8_dequantise_", _fake_dequantise)
-
-
 def _fake_quantise(src: Tensor, codes: Tensor, scales: Tensor, format: int, block_elems: int) -> None:
     name = "zeropp.ops.fp8_quantise_"
     checks.fake_check(name, "src", src, checks.FLOATS)
@@ -140,3 +134,6 @@ def _fake_parts(name: str, codes: Tensor, scales: Tensor, floats: Tensor, block_
     checks.check_blocks(name, "block_elems", block_elems)
     checks.fake_check(name, "codes", codes, _UINT8, floats.numel())
     checks.fake_check(name, "scales", scales, checks.FP32, -(-floats.numel() // block_elems))
+
+
+FAKES = {"fp8_quantise_": _fake_quantise, "fp8_dequantise_": _fake_dequantise}

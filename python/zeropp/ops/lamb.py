@@ -139,13 +139,6 @@ def _sums(params: Sequence[Tensor]) -> Tensor:
     return torch.empty(len(params), 2, dtype=torch.float64, device=device)
 
 
-def register() -> None:
-    """Register the fake kernels."""
-    torch.library.register_fake("zeropp::lamb_moments_", _fake_moments)
-    torch.library.register_fake("zeropp::lamb_step_", _fake)
-    torch.library.register_fake("zeropp::lamb_step_low_", _fake_low)
-
-
 def _fake_low(
     params: list[Tensor],
     grads: list[Tensor],
@@ -186,3 +179,6 @@ def _fake_moments(
     checks.fake_check_like(_MOMENTS, "exp_avgs", exp_avgs, params, checks.FP32)
     checks.fake_check_like(_MOMENTS, "exp_avg_sqs", exp_avg_sqs, params, checks.FP32)
     return _sums(params)
+
+
+FAKES = {"lamb_moments_": _fake_moments, "lamb_step_": _fake, "lamb_step_low_": _fake_low}

@@ -240,15 +240,6 @@ def _check_out(name: str, tensor: Tensor, out: Tensor, shape: tuple[int, int]) -
 
 
 # --- what torch has to know ------------------------------------------------------------------------------------------
-def register() -> None:
-    """Register the fake kernels and the gradients."""
-    for op, fake in _FAKES.items():
-        torch.library.register_fake(f"zeropp::{op}", fake)
-    torch.library.register_autograd("zeropp::moe_gate", _gate_backward, setup_context=_gate_context)
-    torch.library.register_autograd("zeropp::moe_dispatch", _dispatch_backward, setup_context=_dispatch_context)
-    torch.library.register_autograd("zeropp::moe_combine", _combine_backward, setup_context=_combine_context)
-
-
 def _gate_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, _, _, ctx.k, ctx.sigmoid, ctx.normalise = inputs
     _, chosen, counts, _ = output
@@ -377,7 +368,7 @@ def _fake_combine_backward(
     )
 
 
-_FAKES: dict[str, Any] = {
+FAKES: dict[str, Any] = {
     "moe_gate": _fake_gate,
     "moe_gate_backward": _fake_gate_backward,
     "moe_plan": _fake_plan,
@@ -386,6 +377,11 @@ _FAKES: dict[str, Any] = {
     "moe_combine": _fake_combine,
     "moe_combine_": _fake_combine_into,
     "moe_combine_backward": _fake_combine_backward,
+}
+GRADIENTS: checks.Gradients = {
+    "moe_gate": (_gate_backward, _gate_context),
+    "moe_dispatch": (_dispatch_backward, _dispatch_context),
+    "moe_combine": (_combine_backward, _combine_context),
 }
 
 

@@ -104,13 +104,6 @@ def places_of(
     return [number for place in zip(*columns.values(), strict=True) for number in place]
 
 
-def register() -> None:
-    """Register the fake kernels."""
-    torch.library.register_fake("zeropp::moments_encode_", _fake_encode)
-    torch.library.register_fake("zeropp::moments_decode_", _fake_decode)
-    torch.library.register_fake("zeropp::adam_step_low_", _fake_adam_step_low)
-
-
 def _fake_parts(name: str, codes: Tensor, scales: Tensor, first: int) -> None:
     checks.fake_check(name, "codes", codes, CODES)
     wanted = moments_scales(codes.numel(), first) if codes.dtype == torch.uint8 else 0
@@ -173,3 +166,6 @@ def _fake_adam_step_low(
     fake_check_low(name, moments, params, scales)
     if len(steps) != len(params):
         raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")
+
+
+FAKES = {"moments_encode_": _fake_encode, "moments_decode_": _fake_decode, "adam_step_low_": _fake_adam_step_low}

@@ -121,13 +121,6 @@ def _chunks(elems: int, chunk_elems: int) -> int:
     return (elems + chunk_elems - 1) // chunk_elems
 
 
-def register() -> None:
-    """Register the fake kernels."""
-    torch.library.register_fake("zeropp::onebit_compress_", _fake_compress)
-    torch.library.register_fake("zeropp::onebit_decode_", _fake_decode)
-    torch.library.register_fake("zeropp::onebit_reduce_", _fake_reduce)
-
-
 def _fake_parts(name: str, bits: Tensor, scales: Tensor, elems: int, chunk_elems: int) -> None:
     checks.check_blocks(name, "chunk_elems", chunk_elems)
     checks.fake_check(name, "bits", bits, (torch.uint8,), _bytes(elems))
@@ -163,3 +156,6 @@ def _fake_reduce(
     for source_bits, source_scales in zip(bits, scales, strict=True):
         _fake_parts(name, source_bits, source_scales, error.numel(), chunk_elems)
     _fake_parts(name, to_bits, to_scales, error.numel(), chunk_elems)
+
+
+FAKES = {"onebit_compress_": _fake_compress, "onebit_decode_": _fake_decode, "onebit_reduce_": _fake_reduce}

@@ -204,16 +204,6 @@ def _step(
     checks.call(name, getattr(torch.ops.zeropp, op).default, arguments, written)
 
 
-def register() -> None:
-    """Register the fake kernels."""
-    torch.library.register_fake("zeropp::lion_step_", _fake_lion)
-    torch.library.register_fake("zeropp::adagrad_step_", _fake_adagrad)
-    torch.library.register_fake("zeropp::sgd_step_", _fake_sgd)
-    torch.library.register_fake("zeropp::lion_step_low_", _fake_lion_low)
-    torch.library.register_fake("zeropp::adagrad_step_low_", _fake_adagrad_low)
-    torch.library.register_fake("zeropp::sgd_step_low_", _fake_sgd_low)
-
-
 def _fake_step(
     name: str, params: list[Tensor], grads: list[Tensor], states: list[Tensor], states_name: str, outs: list[Tensor]
 ) -> None:
@@ -299,3 +289,13 @@ def _fake_sgd_low(
     *rates: float,
 ) -> None:
     _fake_low("zeropp.ops.sgd_step_", "momentum_buffers", params, grads, momentum_buffers, scales, param_outs, places)
+
+
+FAKES = {
+    "lion_step_": _fake_lion,
+    "adagrad_step_": _fake_adagrad,
+    "sgd_step_": _fake_sgd,
+    "lion_step_low_": _fake_lion_low,
+    "adagrad_step_low_": _fake_adagrad_low,
+    "sgd_step_low_": _fake_sgd_low,
+}

@@ -176,14 +176,6 @@ def _code_dtype(bits: int) -> torch.dtype:
     return torch.int8 if bits == 8 else torch.uint8
 
 
-def register() -> None:
-    """Register the fake kernels."""
-    torch.library.register_fake("zeropp::quantise_", _fake_quantise)
-    torch.library.register_fake("zeropp::dequantise_", _fake_dequantise)
-    torch.library.register_fake("zeropp::quant_sum_", _fake_sum)
-    torch.library.register_fake("zeropp::quant_reduce_", _fake_reduce)
-
-
 def _fake_parts(
     name: str, codes: Tensor, scales: Tensor, mids: Tensor | None, elems: int, bits: int, block_elems: int
 ) -> None:
@@ -258,3 +250,11 @@ def _fake_reduce(
     name = "zeropp.ops.quant_reduce_"
     _fake_sources(name, codes, scales, mids, elems, bits, block_elems)
     _fake_parts(name, to_codes, to_scales, to_mids, elems, to_bits, to_block_elems)
+
+
+FAKES = {
+    "quantise_": _fake_quantise,
+    "dequantise_": _fake_dequantise,
+    "quant_sum_": _fake_sum,
+    "quant_reduce_": _fake_reduce,
+}

@@ -116,15 +116,6 @@ def _tensor(value: Any) -> Tensor:
 
 
 # --- what torch has to know ------------------------------------------------------------------------------------------
-def register() -> None:
-    """Register the fake kernels and the gradients."""
-    torch.library.register_fake("zeropp::token_sample_", _fake_sample)
-    torch.library.register_fake("zeropp::token_gather", _fake_gather)
-    torch.library.register_fake("zeropp::token_scatter", _fake_scatter)
-    torch.library.register_autograd("zeropp::token_gather", _gather_backward, setup_context=_gather_context)
-    torch.library.register_autograd("zeropp::token_scatter", _scatter_backward, setup_context=_scatter_context)
-
-
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, kept, *ctx.sizes = inputs
     ctx.save_for_backward(kept)
@@ -167,3 +158,10 @@ def _fake_scatter(full: Tensor, part: Tensor, kept: Tensor, seq: int, keep: int,
     checks.fake_check("zeropp.ops.token_scatter", "kept", kept, _INT32)
     checks.fake_check("zeropp.ops.token_scatter", "part", part, (full.dtype,))
     return full.new_empty((kept.numel() // keep, seq, width))
+
+
+FAKES = {"token_sample_": _fake_sample, "token_gather": _fake_gather, "token_scatter": _fake_scatter}
+GRADIENTS: checks.Gradients = {
+    "token_gather": (_gather_backward, _gather_context),
+    "token_scatter": (_scatter_backward, _scatter_context),
+}
