@@ -23,35 +23,11 @@ from zeropp.files import disk, safefile
 from zeropp.wording import are, counted
 from zeropp.zero.access import gathered
 from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
-from zeropp.zero.model.parameter import ref_of
+from zeropp.zero.model.buffers import loose_in, loose_tensors
 
 FILE_BYTES = 2 << 30
 BUCKET_BYTES = 64 << 20
 EXTRA_STATE = "_extra_state"  # torch's own key
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to a state dict, each under its first name."""
-    return ((name, tensor) for name, tensor in loose_tensors(model) if not isinstance(tensor, nn.Parameter))
-
-
-def loose_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a state dict that are in no unit, each under its first name: persistent buffers, ignored parameters."""
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for name, tensor in _loose(module):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield (f"{path}.{name}" if path else name), tensor
-
-
-def _loose(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None and ref_of(parameter) is None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
 
 
 def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
@@ -150,7 +126,7 @@ def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:
     first = {name: entry.names[0] for unit in engine.units for entry in unit.params for name in entry.names}
     seen: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in _loose(module):
+        for name, tensor in loose_in(module):
             key = f"{path}.{name}" if path else name
             first[key] = seen.setdefault(id(tensor), key)
     return first

@@ -18,7 +18,7 @@ from torch import nn
 
 from zeropp.checkpoint import random_state
 from zeropp.checkpoint.background import finish
-from zeropp.checkpoint.full_state import loose_tensors, write_piece
+from zeropp.checkpoint.full_state import write_piece
 from zeropp.checkpoint.manifest import SCALES, candidates, none_good, read_manifest
 from zeropp.checkpoint.plain import from_plain
 from zeropp.checkpoint.save import check_optimizer
@@ -28,6 +28,7 @@ from zeropp.files import safefile
 from zeropp.ops import moments_decode_, moments_scales
 from zeropp.wording import are, counted
 from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
+from zeropp.zero.model.buffers import loose_tensors
 from zeropp.zero.unfreeze import was_trained
 
 

@@ -27,7 +27,6 @@ from zeropp.checkpoint import background as behind
 from zeropp.checkpoint import random_state
 from zeropp.checkpoint.background import Saving
 from zeropp.checkpoint.folder_groups import Group, rank_in_job
-from zeropp.checkpoint.full_state import loose_tensors
 from zeropp.checkpoint.manifest import (
     FORMAT,
     LATEST,
@@ -48,6 +47,7 @@ from zeropp.files import folder_writer, safefile
 from zeropp.files.disk import replace_folder, storage_errors, write_text
 from zeropp.files.safefile import Piece, piece_of
 from zeropp.zero.engine import Engine, Unit, engine_of
+from zeropp.zero.model.buffers import loose_tensors
 from zeropp.zero.step import moments
 from zeropp.zero.step.custom import kind_of
 

@@ -9,7 +9,6 @@ combine stands in zeropp/compat.py.
 from zeropp.config.config import Config
 from zeropp.config.config import as_config as as_config
 from zeropp.config.config import facts_of as facts_of
-from zeropp.config.reading import read_json as read_json
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import DTYPES as DTYPES
 from zeropp.config.values import MOST_NUMBER as MOST_NUMBER

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from zeropp import compat
-from zeropp.config.reading import build, fields_of, not_a_config
 from zeropp.config.sections import Comm, LossScale, Offload, Precision
 from zeropp.config.values import (
     DTYPES,
@@ -21,6 +20,7 @@ from zeropp.config.values import (
     flag,
     instance,
     nearest,
+    not_a_config,
     one_of,
     refuses_unknown,
     whole,
@@ -252,6 +252,9 @@ class Config:
         Raises:
             ConfigError: for every key that is not supported, with its path. Nothing is ignored.
         """
+        # Few scripts need the tables of DeepSpeed's keys, so that they are loaded here.
+        from zeropp.config.reading import build, fields_of
+
         fields, paths = fields_of(source, ranks, [f.name for f in dataclasses.fields(cls)])
         try:
             return build(cls, fields, "")

@@ -14,9 +14,9 @@ from typing import Any
 
 from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
-from zeropp.config.values import MOST_NUMBER, T, nearest, wrong
+from zeropp.config.values import MOST_NUMBER, T, nearest, not_a_config, wrong
 from zeropp.errors import ConfigError
-from zeropp.wording import shown, what_it_is
+from zeropp.wording import shown
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 Fields = dict[str, Any]
@@ -120,14 +120,6 @@ def build(cls: type[T], fields: Mapping[str, Any], path: str) -> T:
         if not text.startswith(prefix):
             raise
         raise ConfigError((path + "." if path else "") + text[len(prefix) :]) from None
-
-
-def not_a_config(given: Any, caller: str) -> ConfigError:
-    """Return the error for an argument that cannot be read as a configuration at all."""
-    return ConfigError(
-        f"{caller}: config is {what_it_is(given)}; wanted a zeropp.Config(...), a dict of its fields or of DeepSpeed's keys, JSON text, "
-        "or the path of a JSON file"
-    )
 
 
 def check_json(value: Any, path: str, depth: int = 0) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from zeropp.errors import ConfigError
-from zeropp.wording import shown
+from zeropp.wording import shown, what_it_is
 
 T = TypeVar("T")
 
@@ -50,6 +50,14 @@ def wrong(path: str, value: object, wanted: str) -> ConfigError:
 def not_yet(path: str, value: object, instead: str) -> ConfigError:
     """Return the error for a value that others know and zeropp does not have."""
     return ConfigError(f"{path}: {shown(value)} is not supported; {instead}")
+
+
+def not_a_config(given: Any, caller: str) -> ConfigError:
+    """Return the error for an argument that cannot be read as a configuration at all."""
+    return ConfigError(
+        f"{caller}: config is {what_it_is(given)}; wanted a zeropp.Config(...), a dict of its fields or of DeepSpeed's keys, JSON text, "
+        "or the path of a JSON file"
+    )
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.config import Config, read_json
+from zeropp.config import Config
+from zeropp.config.reading import read_json
 from zeropp.deepspeed import schedules
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build

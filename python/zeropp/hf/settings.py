@@ -14,7 +14,8 @@ from typing import Any
 
 from zeropp import compat
 from zeropp.compat import Named
-from zeropp.config import Config, read_json
+from zeropp.config import Config
+from zeropp.config.reading import read_json
 from zeropp.errors import ConfigError
 
 #: Names that DeepSpeed's files give to what Trainer builds from ``--optim adamw_torch``.

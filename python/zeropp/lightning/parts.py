@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 import zeropp
-from zeropp.checkpoint.full_state import _extra_states, _keys, persistent_buffers
+from zeropp.checkpoint.full_state import _extra_states, _keys
 from zeropp.config import Config
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero.engine import engine_of
+from zeropp.zero.model.buffers import persistent_buffers
 from zeropp.zero.prepare import _hand_over_buffers, attach, is_prepared
 
 _PARTS = "_zeropp_parts"

@@ -20,7 +20,6 @@ from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.files.heap_trim import give_back
-from zeropp.health import preflight
 from zeropp.wording import what_it_is
 from zeropp.zero.build import fill, loads_units, make_engine
 from zeropp.zero.engine import DTYPES, Engine, engine_of, register
@@ -80,6 +79,8 @@ def prepare(
     if comm is not None:
         check_same_config(comm, config, optimizer)
         if config.preflight:
+            from zeropp.health import preflight
+
             preflight()
     plans = _plan(model, optimizer, config, comm)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):

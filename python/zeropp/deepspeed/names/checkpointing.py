@@ -48,7 +48,7 @@ def configure(mpu_: Any, deepspeed_config: Any = None, **given: Any) -> None:
         raise not_built("checkpointing under model parallelism (mpu_)", "give None")
     settings = dict.fromkeys(_KEYS.values())
     if deepspeed_config is not None:
-        from zeropp.config import read_json
+        from zeropp.config.reading import read_json
 
         section = read_json(deepspeed_config).get("activation_checkpointing", {})
         settings |= {_KEYS[key]: value for key, value in section.items() if key in _KEYS}

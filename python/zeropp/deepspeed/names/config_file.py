@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zeropp.config import Config, read_json
+from zeropp.config import Config
 from zeropp.config.deepspeed_json import is_deepspeed_key
+from zeropp.config.reading import read_json
 
 
 def for_frameworks(keys: Mapping[str, Any]) -> dict[str, Any]:

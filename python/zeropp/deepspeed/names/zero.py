@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import zeropp
-from zeropp.config import read_json
+from zeropp.config.reading import read_json
 from zeropp.deepspeed.names.comm import init_distributed
 from zeropp.errors import ConfigError
 from zeropp.zero.engine import FILE

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeropp.errors import ConfigError
+from zeropp.zero.model.parameter import ref_of
 
 Place = tuple[dict[str, torch.Tensor | None], str]
 
@@ -97,3 +98,28 @@ def _refuse_on_cpu(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> Non
             f"'{name}' is a SyncBatchNorm, which torch trains on GPUs alone, and its input is on the CPU; leave out convert_sync_batchnorm (with "
             "Config(sync_buffers=True) all ranks have rank 0's running statistics), use GroupNorm, or call module.eval() to keep its statistics"
         )
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to a state dict, each under its first name."""
+    return ((name, tensor) for name, tensor in loose_tensors(model) if not isinstance(tensor, nn.Parameter))
+
+
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state dict that are in no unit, each under its first name: persistent buffers, ignored parameters."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, tensor in loose_in(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def loose_in(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of this module alone, not of its children, that are in a state dict and in no unit."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and ref_of(parameter) is None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
