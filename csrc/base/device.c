@@ -14,6 +14,8 @@ void zpp_device_destroy(zpp_device *device) {
 
 const char *zpp_device_name(const zpp_device *device) { return device->fill->name; }
 
+enum zpp_device_kind zpp_device_kind(const zpp_device *device) { return device->fill->kind; }
+
 zpp_status zpp_device_alloc(zpp_device *device, size_t bytes, void **out, struct zpp_err *err) {
     return device->fill->alloc(device, bytes, out, err);
 }
@@ -22,16 +24,35 @@ void zpp_device_free(zpp_device *device, void *memory, size_t bytes) {
     if (memory) device->fill->free(device, memory, bytes);
 }
 
+zpp_status zpp_device_pin(zpp_device *device, void *memory, size_t bytes, struct zpp_err *err) {
+    return device->fill->pin(device, memory, bytes, err);
+}
+
+void zpp_device_unpin(zpp_device *device, void *memory) {
+    if (memory) device->fill->unpin(device, memory);
+}
+
 zpp_status zpp_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
                              struct zpp_err *err) {
-    return device->fill->stream_create(device, kind, name, out, err);
+    return device->fill->stream_create(device, kind, ZPP_PRIORITY_NORMAL, name, out, err);
+}
+
+zpp_status zpp_stream_create_priority(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
+                                      const char *name, zpp_stream **out, struct zpp_err *err) {
+    return device->fill->stream_create(device, kind, priority, name, out, err);
 }
 
 void zpp_stream_destroy(zpp_stream *stream) {
     if (stream) stream->device->fill->stream_destroy(stream);
 }
 
+zpp_device *zpp_stream_device(const zpp_stream *stream) { return stream->device; }
+
 void zpp_stream_adopt(zpp_stream *stream, void *native) { stream->device->fill->stream_adopt(stream, native); }
+
+zpp_status zpp_stream_follow(zpp_stream *stream, void *native, struct zpp_err *err) {
+    return stream->device->fill->stream_follow(stream, native, err);
+}
 
 zpp_status zpp_stream_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err) {
     assert(arg_bytes <= ZPP_OP_ARG_BYTES);
@@ -40,6 +61,21 @@ zpp_status zpp_stream_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, 
 
 zpp_status zpp_stream_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err) {
     return stream->device->fill->copy(stream, dst, src, bytes, err);
+}
+
+zpp_status zpp_stream_fill(zpp_stream *stream, void *dst, unsigned char byte, size_t bytes, struct zpp_err *err) {
+    return stream->device->fill->fill(stream, dst, byte, bytes, err);
+}
+
+zpp_status zpp_stream_signal(zpp_stream *stream, uint64_t *counter, uint64_t value, struct zpp_err *err) {
+    assert((uintptr_t)counter % sizeof *counter == 0);
+    return stream->device->fill->signal(stream, counter, value, err);
+}
+
+zpp_status zpp_stream_await(zpp_stream *stream, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
+                            struct zpp_err *err) {
+    assert((uintptr_t)counter % sizeof *counter == 0);
+    return stream->device->fill->await(stream, counter, value, wait, err);
 }
 
 zpp_status zpp_stream_poll(zpp_stream *stream, struct zpp_err *err) { return stream->device->fill->poll(stream, err); }

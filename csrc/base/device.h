@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The interface to devices: memory, streams, events, ordered operations. csrc/zero and csrc/comm use it only, and do
- * not know which of the implementations runs below:
+ * not know which of the implementations runs below (docs/design/0037-device-interface.md):
  *
  *   cpu   device_cpu.c    a stream is the calling thread, a queue that callers drive, or a thread of its own
  *   cuda  device_cuda.c   the CUDA driver API, found with dlopen; streams and events are the driver's
@@ -26,12 +26,16 @@ enum zpp_stream_kind {
     /* Computation. cpu: the calling thread itself, so launch runs at once and waits block the caller.
      * cuda: a stream that this device does not own (torch's current stream), set by zpp_stream_adopt. */
     ZPP_STREAM_HOST,
-    /* Work beside the computation. cpu: a queue without a thread; whatever can run without waiting runs inside
-     * zpp_stream_launch and zpp_stream_poll, the rest inside zpp_event_sync. This costs no hand-over and no core. */
+    /* Work beside the computation that may wait for peers. A queue without a thread; whatever can run without waiting
+     * runs inside the calls that append to it and inside zpp_stream_poll, the rest inside zpp_event_sync. This costs no
+     * hand-over and no core. cuda: the queue stands before a native stream, and running an operation enqueues it there;
+     * an event recorded on the queue is at first one that is not enqueued. */
     ZPP_STREAM_QUEUE,
-    /* Work beside the computation, in a thread of its own on cpu. */
+    /* Work beside the computation that waits for events and counters only. cpu: a thread of its own. cuda: a native
+     * stream, and its operations are enqueued by the caller at once. */
     ZPP_STREAM_THREAD,
 };
+enum zpp_stream_priority { ZPP_PRIORITY_NORMAL, ZPP_PRIORITY_HIGH }; /* of kernels that are ready; nothing on cpu */
 
 /* One operation. `native` is the driver's stream on cuda, NULL elsewhere. wait == NULL: try, and return ZPP_AGAIN if it
  * cannot be done now (it will be called again); otherwise finish or fail. On cuda it enqueues work and returns at
@@ -52,24 +56,57 @@ zpp_status zpp_device_sim_create(const struct zpp_sim_options *options, zpp_devi
 size_t zpp_device_sim_late_bytes(zpp_device *device);
 void zpp_device_destroy(zpp_device *device); /* NULL is fine */
 const char *zpp_device_name(const zpp_device *device); /* "cpu", "cuda", "sim" */
+/* Where the memory of a device lies, and so what may read it: this process by pointers, or kernels of CUDA alone. */
+enum zpp_device_kind { ZPP_DEVICE_HOST, ZPP_DEVICE_CUDA };
+enum zpp_device_kind zpp_device_kind(const zpp_device *device);
 
 /* --- memory: at least 4096-byte aligned. sim fills it with a NaN pattern on alloc, and poisons it on free --------- */
 zpp_status zpp_device_alloc(zpp_device *device, size_t bytes, void **out, struct zpp_err *err);
 void zpp_device_free(zpp_device *device, void *memory, size_t bytes);
+/* Let streams of the device copy from, write and wait for host memory that exists already, such as a region of all
+ * ranks: page-locked on cuda, nothing on cpu. Each process does so for its own mapping. Unpin before it is unmapped. */
+zpp_status zpp_device_pin(zpp_device *device, void *memory, size_t bytes, struct zpp_err *err);
+void zpp_device_unpin(zpp_device *device, void *memory);
 
 /* --- streams ----------------------------------------------------------------------------------------------------- */
 zpp_status zpp_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
                              struct zpp_err *err);
+zpp_status zpp_stream_create_priority(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
+                                      const char *name, zpp_stream **out, struct zpp_err *err);
 void zpp_stream_destroy(zpp_stream *stream); /* waits for its operations; NULL is fine */
+zpp_device *zpp_stream_device(const zpp_stream *stream);
 /* Use the driver's stream `native` from now on; for HOST streams of cuda. */
 void zpp_stream_adopt(zpp_stream *stream, void *native);
+/* The same, and order later operations after those of the stream that was adopted before. That stream must still be
+ * there; one that was never used costs nothing. */
+zpp_status zpp_stream_follow(zpp_stream *stream, void *native, struct zpp_err *err);
 
 /* `arg` is copied (at most ZPP_OP_ARG_BYTES). An operation that fails leaves its error in the stream: every later
  * launch, poll and sync on it returns that error, and nothing more runs. */
 enum { ZPP_OP_ARG_BYTES = 128 };
 zpp_status zpp_stream_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err);
 zpp_status zpp_stream_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
-/* Run what can run without waiting (cpu QUEUE streams; a no-op elsewhere). Return OK if nothing is left, else AGAIN. */
+zpp_status zpp_stream_fill(zpp_stream *stream, void *dst, unsigned char byte, size_t bytes, struct zpp_err *err);
+
+/* --- counters: order between ranks without a host that waits ------------------------------------------------------
+ * A counter is an aligned uint64_t in host memory that is pinned on the device, often in a region of all ranks. One
+ * stream writes it. Any stream of any rank waits for it. The comparison is cyclic: `value` is reached when
+ * (int64_t)(counter - value) >= 0, so a wait is released by ZPP_STREAM_COUNTER_RELEASED more than any value in use, not by the
+ * largest number.
+ *
+ * Streams of one GPU may share a hardware queue. A rank therefore enqueues its own signals before the awaits of peers'
+ * signals that answer them; in the other order one queue waits for itself. */
+#define ZPP_STREAM_COUNTER_RELEASED (UINT64_C(1) << 62)
+static inline bool zpp_stream_counter_reached(const uint64_t *counter, uint64_t value) {
+    return (int64_t)(__atomic_load_n(counter, __ATOMIC_ACQUIRE) - value) >= 0;
+}
+/* Write the counter after the stream's operations so far; what they wrote is visible to whoever sees the value. */
+zpp_status zpp_stream_signal(zpp_stream *stream, uint64_t *counter, uint64_t value, struct zpp_err *err);
+/* Make later operations of `stream` run after the counter reached `value`. The caller waits in `wait` for HOST streams
+ * of cpu only, as in zpp_stream_wait. */
+zpp_status zpp_stream_await(zpp_stream *stream, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
+                            struct zpp_err *err);
+/* Run what can run without waiting (QUEUE streams; a no-op elsewhere). Return OK if nothing is left, else AGAIN. */
 zpp_status zpp_stream_poll(zpp_stream *stream, struct zpp_err *err);
 
 /* --- events ------------------------------------------------------------------------------------------------------ */
@@ -78,8 +115,9 @@ void zpp_event_destroy(zpp_event *event); /* NULL is fine; no thread may be wait
 /* Make the event stand for everything launched on `stream` so far. Recording again moves it. An event that was never
  * recorded is complete. */
 zpp_status zpp_event_record(zpp_event *event, zpp_stream *stream, struct zpp_err *err);
-/* Make later operations of `stream` run after `event`. HOST streams of cpu have no later operations: there the caller
- * waits, as in zpp_event_sync. `wait` is used in that case only. */
+/* Make later operations of `stream` run after `event`. `wait` is used in two cases only. HOST streams of cpu have no
+ * later operations: there the caller waits, as in zpp_event_sync. HOST and THREAD streams of cuda have no queue: there
+ * the caller runs the QUEUE stream of the event until the event is enqueued. */
 zpp_status zpp_stream_wait(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
 /* Wait on the host. Return OK when complete, AGAIN when wait is NULL and it is not, or the error of its stream. */
 zpp_status zpp_event_sync(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);

@@ -10,16 +10,25 @@
 
 struct zpp_device_fill {
     const char *name;
+    enum zpp_device_kind kind;
     void (*destroy)(zpp_device *device);
     zpp_status (*alloc)(zpp_device *device, size_t bytes, void **out, struct zpp_err *err);
     void (*free)(zpp_device *device, void *memory, size_t bytes);
 
-    zpp_status (*stream_create)(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
-                                struct zpp_err *err);
+    zpp_status (*pin)(zpp_device *device, void *memory, size_t bytes, struct zpp_err *err);
+    void (*unpin)(zpp_device *device, void *memory);
+
+    zpp_status (*stream_create)(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
+                                const char *name, zpp_stream **out, struct zpp_err *err);
     void (*stream_destroy)(zpp_stream *stream);
     void (*stream_adopt)(zpp_stream *stream, void *native);
+    zpp_status (*stream_follow)(zpp_stream *stream, void *native, struct zpp_err *err);
     zpp_status (*launch)(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err);
     zpp_status (*copy)(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
+    zpp_status (*fill)(zpp_stream *stream, void *dst, unsigned char byte, size_t bytes, struct zpp_err *err);
+    zpp_status (*signal)(zpp_stream *stream, uint64_t *counter, uint64_t value, struct zpp_err *err);
+    zpp_status (*await)(zpp_stream *stream, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
+                        struct zpp_err *err);
     zpp_status (*poll)(zpp_stream *stream, struct zpp_err *err);
 
     zpp_status (*event_create)(zpp_device *device, zpp_event **out, struct zpp_err *err);

@@ -21,25 +21,19 @@ struct zpp_mark {
     struct zpp_err error; /* the reason why it is never reached, or ZPP_OK; read it once done */
 };
 
-enum item_kind { ITEM_OP, ITEM_RECORD, ITEM_WAIT };
+enum item_kind { ITEM_OP, ITEM_RECORD, ITEM_WAIT, ITEM_AWAIT }; /* WAIT: for a mark; AWAIT: in `fn` */
 
 struct zpp_item {
     struct zpp_item *next;
     enum item_kind kind;
     struct zpp_mark *mark; /* RECORD, WAIT: a reference */
     zpp_op_fn fn;
-    _Alignas(16) unsigned char arg[ZPP_OP_ARG_BYTES];
+    _Alignas(16) unsigned char arg[ZPP_HOST_ARG_BYTES];
 };
 
 struct host_event {
     zpp_event base;
     struct zpp_mark *mark; /* a reference; NULL: complete */
-};
-
-struct copy_arg {
-    void *dst;
-    const void *src;
-    size_t bytes;
 };
 
 static const struct zpp_wait for_ever = {0, NULL, NULL};
@@ -142,7 +136,7 @@ static zpp_status run_item(struct zpp_host_device *device, struct zpp_item *item
 /* True if the item is a wait that ended early (timeout, Ctrl-C): it did nothing and can be repeated, so the stream goes
  * on. An event that will never come ends the stream, and so does an operation that stopped half-way. */
 static bool gave_up_waiting(const struct zpp_item *item) {
-    return item->kind == ITEM_WAIT && !atomic_load(&item->mark->done);
+    return item->kind == ITEM_AWAIT || (item->kind == ITEM_WAIT && !atomic_load(&item->mark->done));
 }
 
 /* Return `wait` with the time that is left until the deadline (0: none). */
@@ -290,8 +284,9 @@ void zpp_host_device_fini(struct zpp_host_device *device) {
     pthread_mutex_destroy(&device->lock);
 }
 
-zpp_status zpp_host_stream_create(zpp_device *base, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
-                                  struct zpp_err *err) {
+zpp_status zpp_host_stream_create(zpp_device *base, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
+                                  const char *name, zpp_stream **out, struct zpp_err *err) {
+    (void)priority; /* threads of one program have none */
     struct zpp_host_device *device = (struct zpp_host_device *)base;
     struct zpp_host_stream *stream = calloc(1, sizeof *stream);
     if (!stream) return zpp_fail(err, ZPP_NOMEM, "stream \"%s\": no memory for its record", name);
@@ -334,15 +329,21 @@ void zpp_host_stream_adopt(zpp_stream *stream, void *native) {
     (void)stream, (void)native; /* there is no driver's stream here */
 }
 
-static zpp_status run_inline(struct zpp_host_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes,
-                             struct zpp_err *err) {
-    _Alignas(16) unsigned char copy[ZPP_OP_ARG_BYTES];
+zpp_status zpp_host_stream_follow(zpp_stream *stream, void *native, struct zpp_err *err) {
+    (void)stream, (void)native, (void)err;
+    return ZPP_OK;
+}
+
+static zpp_status run_inline(struct zpp_host_stream *stream, enum item_kind kind, zpp_op_fn fn, const void *arg,
+                             size_t arg_bytes, const struct zpp_wait *wait, struct zpp_err *err) {
+    _Alignas(16) unsigned char copy[ZPP_HOST_ARG_BYTES];
     struct zpp_err failure = ZPP_ERR_INIT;
     if (arg_bytes) memcpy(copy, arg, arg_bytes);
-    const zpp_status status = fn(copy, NULL, &for_ever, &failure);
-    if (status == ZPP_OK) return ZPP_OK;
-    stream->error = failure;
-    return stream_error(stream, err);
+    const zpp_status status = fn(copy, NULL, wait, &failure);
+    if (status == ZPP_OK || status == ZPP_AGAIN) return status;
+    if (kind == ITEM_OP) stream->error = failure;
+    if (err) *err = failure;
+    return status;
 }
 
 /* Append, and run what can run now. Called with the lock held. */
@@ -354,16 +355,19 @@ static zpp_status push(struct zpp_host_device *device, struct zpp_host_stream *s
     return stream_error(stream, err);
 }
 
-zpp_status zpp_host_launch(zpp_stream *base, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err) {
+static zpp_status launch(zpp_stream *base, enum item_kind kind, zpp_op_fn fn, const void *arg, size_t arg_bytes,
+                         const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_host_stream *stream = (struct zpp_host_stream *)base;
     struct zpp_host_device *device = device_of(base);
+    assert(arg_bytes <= ZPP_HOST_ARG_BYTES);
     if (stream->mode == ZPP_HOST_INLINE) {
-        return stream->error.status ? stream_error(stream, err) : run_inline(stream, fn, arg, arg_bytes, err);
+        if (stream->error.status) return stream_error(stream, err);
+        return run_inline(stream, kind, fn, arg, arg_bytes, wait, err);
     }
     pthread_mutex_lock(&device->lock);
     zpp_status status = stream_error(stream, err);
     if (!status) {
-        struct zpp_item *item = new_item(device, ITEM_OP);
+        struct zpp_item *item = new_item(device, kind);
         if (item) {
             item->fn = fn;
             if (arg_bytes) memcpy(item->arg, arg, arg_bytes);
@@ -376,16 +380,13 @@ zpp_status zpp_host_launch(zpp_stream *base, zpp_op_fn fn, const void *arg, size
     return status;
 }
 
-static zpp_status copy_op(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)native, (void)wait, (void)err;
-    const struct copy_arg *copy = arg;
-    if (copy->bytes) memcpy(copy->dst, copy->src, copy->bytes);
-    return ZPP_OK;
+zpp_status zpp_host_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err) {
+    return launch(stream, ITEM_OP, fn, arg, arg_bytes, &for_ever, err);
 }
 
-zpp_status zpp_host_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err) {
-    const struct copy_arg copy = {dst, src, bytes};
-    return zpp_host_launch(stream, copy_op, &copy, sizeof copy, err);
+zpp_status zpp_host_launch_wait(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes,
+                                const struct zpp_wait *wait, struct zpp_err *err) {
+    return launch(stream, ITEM_AWAIT, fn, arg, arg_bytes, wait, err);
 }
 
 zpp_status zpp_host_poll(zpp_stream *base, struct zpp_err *err) {

@@ -18,6 +18,8 @@
 
 enum zpp_host_mode { ZPP_HOST_INLINE, ZPP_HOST_DRIVEN, ZPP_HOST_THREAD };
 enum { ZPP_STREAM_NAME_BYTES = 32 };
+/* Room for the argument of an operation of a host stream: one of device.h, and what a device puts before it. */
+enum { ZPP_HOST_ARG_BYTES = ZPP_OP_ARG_BYTES + 32 };
 
 struct zpp_mark; /* device_host.c */
 struct zpp_item;
@@ -52,17 +54,29 @@ void zpp_host_device_init(struct zpp_host_device *device, const struct zpp_devic
 void zpp_host_device_fini(struct zpp_host_device *device);
 
 /* Functions for the table of the device. */
-zpp_status zpp_host_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
-                                  struct zpp_err *err);
+zpp_status zpp_host_pin(zpp_device *device, void *memory, size_t bytes, struct zpp_err *err);
+void zpp_host_unpin(zpp_device *device, void *memory);
+zpp_status zpp_host_stream_create(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
+                                  const char *name, zpp_stream **out, struct zpp_err *err);
 void zpp_host_stream_destroy(zpp_stream *stream);
 void zpp_host_stream_adopt(zpp_stream *stream, void *native);
+zpp_status zpp_host_stream_follow(zpp_stream *stream, void *native, struct zpp_err *err);
 zpp_status zpp_host_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err);
 zpp_status zpp_host_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
+zpp_status zpp_host_fill(zpp_stream *stream, void *dst, unsigned char byte, size_t bytes, struct zpp_err *err);
+zpp_status zpp_host_signal(zpp_stream *stream, uint64_t *counter, uint64_t value, struct zpp_err *err);
+zpp_status zpp_host_await(zpp_stream *stream, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
+                          struct zpp_err *err);
 zpp_status zpp_host_poll(zpp_stream *stream, struct zpp_err *err);
 zpp_status zpp_host_event_create(zpp_device *device, zpp_event **out, struct zpp_err *err);
 void zpp_host_event_destroy(zpp_event *event);
 zpp_status zpp_host_record(zpp_event *event, zpp_stream *stream, struct zpp_err *err);
 zpp_status zpp_host_wait(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
 zpp_status zpp_host_sync(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
+
+/* Launch an operation that only waits. A wait for it that ends early (timeout, Ctrl-C) leaves the stream as it was. The
+ * caller of an INLINE stream runs it with `wait`. */
+zpp_status zpp_host_launch_wait(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes,
+                                const struct zpp_wait *wait, struct zpp_err *err);
 
 #endif

@@ -110,26 +110,33 @@ static void delay(struct zpp_host_device *device, uint64_t *random_state) {
     }
 }
 
-static zpp_status sim_stream_create(zpp_device *device, enum zpp_stream_kind kind, const char *name, zpp_stream **out,
-                                    struct zpp_err *err) {
+static zpp_status sim_stream_create(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
+                                    const char *name, zpp_stream **out, struct zpp_err *err) {
     /* Threads inherit the timer slack. With the usual 50 us all short delays would be equal. */
     const int slack_ns = prctl(PR_GET_TIMERSLACK);
     prctl(PR_SET_TIMERSLACK, 1000ul);
-    const zpp_status status = zpp_host_stream_create(device, kind, name, out, err);
+    const zpp_status status = zpp_host_stream_create(device, kind, priority, name, out, err);
     if (slack_ns > 0) prctl(PR_SET_TIMERSLACK, (unsigned long)slack_ns);
     return status;
 }
 
 static const struct zpp_device_fill sim_fill = {
     .name = "sim",
+    .kind = ZPP_DEVICE_HOST,
     .destroy = sim_destroy,
     .alloc = sim_alloc,
     .free = sim_free,
+    .pin = zpp_host_pin,
+    .unpin = zpp_host_unpin,
     .stream_create = sim_stream_create,
     .stream_destroy = zpp_host_stream_destroy,
     .stream_adopt = zpp_host_stream_adopt,
+    .stream_follow = zpp_host_stream_follow,
     .launch = zpp_host_launch,
     .copy = zpp_host_copy,
+    .fill = zpp_host_fill,
+    .signal = zpp_host_signal,
+    .await = zpp_host_await,
     .poll = zpp_host_poll,
     .event_create = zpp_host_event_create,
     .event_destroy = zpp_host_event_destroy,

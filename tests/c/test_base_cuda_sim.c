@@ -52,7 +52,8 @@ static void memory_is_page_aligned(void) {
     CHECK_EQUAL(sim_gpu_counts().blocks, 4);
     void *none = NULL;
     CHECK_FAILS(zpp_device_alloc(device, 1 << 29, &none, &err), ZPP_NOMEM,
-                "cuda:0: no room for 536870912 bytes, 268410368 of 268435456 bytes are free");
+                "cuda:0: no room for 536870912 bytes (a block of memory), 268410368 of 268435456 bytes are free; "
+                "zeropp holds 21984 bytes in blocks, 0 for gathered units");
     CHECK(none == NULL);
     end_device(device); /* frees the other four */
 }

@@ -381,6 +381,89 @@ static void sim_shows_a_missing_event(void) {
     CHECK(shown > 0 && shown < 50);
 }
 
+static void counters_order_streams(zpp_device *device) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_stream *writer, *reader;
+    zpp_event *done;
+    uint64_t counter = 0;
+    unsigned char bytes[64] = {0}, copy[64] = {0};
+    CHECK_OK(zpp_device_pin(device, &counter, sizeof counter, &err));
+    CHECK_OK(zpp_stream_create_priority(device, ZPP_STREAM_QUEUE, ZPP_PRIORITY_HIGH, "writer", &writer, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_THREAD, "reader", &reader, &err));
+    CHECK(zpp_stream_device(reader) == device && zpp_device_kind(device) == ZPP_DEVICE_HOST);
+    CHECK_OK(zpp_event_create(device, &done, &err));
+    for (uint64_t round = 1; round <= 50; ++round) {
+        CHECK_OK(zpp_stream_await(reader, &counter, 2 * round - 1, NULL, &err));
+        CHECK_OK(zpp_stream_copy(reader, copy, bytes, sizeof copy, &err));
+        CHECK_OK(zpp_stream_signal(reader, &counter, 2 * round, &err));
+        CHECK_OK(zpp_event_record(done, reader, &err));
+        CHECK_OK(zpp_stream_fill(writer, bytes, (unsigned char)round, sizeof bytes, &err));
+        CHECK_OK(zpp_stream_signal(writer, &counter, 2 * round - 1, &err));
+        CHECK_OK(zpp_stream_await(writer, &counter, 2 * round, NULL, &err));
+        CHECK_OK(zpp_event_sync(done, &ten_seconds, &err));
+        for (size_t byte = 0; byte < sizeof copy; ++byte) CHECK_EQUAL(copy[byte], round);
+    }
+    zpp_event_destroy(done);
+    zpp_stream_destroy(writer);
+    zpp_stream_destroy(reader);
+    zpp_device_unpin(device, &counter);
+    zpp_device_destroy(device);
+}
+
+static void counters_order_streams_of_the_cpu(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device;
+    CHECK_OK(zpp_device_cpu_create(&device, &err));
+    counters_order_streams(device);
+}
+
+static void counters_order_simulated_streams(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device;
+    const struct zpp_sim_options options = {.seed = 5, .max_delay_us = 20};
+    CHECK_OK(zpp_device_sim_create(&options, &device, &err));
+    counters_order_streams(device);
+}
+
+static zpp_status interrupt(void *ctx, struct zpp_err *err) {
+    (void)ctx;
+    return zpp_fail(err, ZPP_INTERRUPTED, "Ctrl-C");
+}
+
+static void a_wait_for_a_counter_can_give_up(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_wait short_wait = {1000000, NULL, NULL}, interrupted = {0, interrupt, NULL};
+    zpp_device *device;
+    zpp_stream *host, *queue;
+    zpp_event *event;
+    uint64_t counter = 4;
+    CHECK_OK(zpp_device_cpu_create(&device, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_HOST, "host", &host, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_QUEUE, "queue", &queue, &err));
+    CHECK_OK(zpp_event_create(device, &event, &err));
+    const char *late = "a counter is 4 and did not reach 5 within 0.001 s";
+    CHECK_EQUAL(zpp_stream_await(host, &counter, 5, NULL, &err), ZPP_AGAIN);
+    CHECK_FAILS(zpp_stream_await(host, &counter, 5, &short_wait, &err), ZPP_TIMEOUT, late);
+    CHECK_FAILS(zpp_stream_await(host, &counter, 5, &interrupted, &err), ZPP_INTERRUPTED, "Ctrl-C");
+    CHECK_OK(zpp_stream_await(host, &counter, 4, NULL, &err)); /* the stream goes on */
+    CHECK_OK(zpp_stream_await(queue, &counter, 5, NULL, &err));
+    CHECK_OK(zpp_event_record(event, queue, &err));
+    CHECK_FAILS(zpp_event_sync(event, &short_wait, &err), ZPP_TIMEOUT, late);
+    CHECK_EQUAL(zpp_stream_poll(queue, &err), ZPP_AGAIN);
+    counter += ZPP_STREAM_COUNTER_RELEASED; /* how a comm error ends such waits */
+    CHECK_OK(zpp_stream_poll(queue, &err));
+    CHECK_OK(zpp_event_sync(event, NULL, &err));
+    /* The comparison is cyclic: just above 2^64 comes after just below it, and the largest number is not "after". */
+    counter = 3;
+    CHECK(zpp_stream_counter_reached(&counter, UINT64_MAX - 3));
+    counter = UINT64_MAX;
+    CHECK(!zpp_stream_counter_reached(&counter, 5));
+    zpp_event_destroy(event);
+    zpp_stream_destroy(queue);
+    zpp_stream_destroy(host);
+    zpp_device_destroy(device);
+}
+
 int main(int argc, char **argv) {
     static const struct test_case all[] = {
         TEST(streams_keep_order),
@@ -391,6 +474,9 @@ int main(int argc, char **argv) {
         TEST(threads_may_share_an_event),
         TEST(a_queue_runs_when_driven),
         TEST(giving_up_on_an_event_is_no_failure),
+        TEST(counters_order_streams_of_the_cpu),
+        TEST(counters_order_simulated_streams),
+        TEST(a_wait_for_a_counter_can_give_up),
         TEST(sim_poisons),
         TEST(sim_shows_a_missing_event),
         {0},

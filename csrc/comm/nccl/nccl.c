@@ -187,7 +187,7 @@ static zpp_status join(void *arg, void *native, const struct zpp_wait *wait, str
 
 static zpp_status prepare(struct zpp_nccl *nccl, ncclUniqueId *id, struct zpp_err *err) {
     zpp_status status = zpp_nccl_api(&nccl->api, err);
-    if (status == ZPP_OK) status = zpp_stream_create(nccl->device, ZPP_STREAM_QUEUE, "nccl", &nccl->stream, err);
+    if (status == ZPP_OK) status = zpp_stream_create(nccl->device, ZPP_STREAM_THREAD, "nccl", &nccl->stream, err);
     if (status == ZPP_OK) status = zpp_stream_create(nccl->device, ZPP_STREAM_HOST, "caller", &nccl->caller, err);
     if (status == ZPP_OK) status = zpp_event_create(nccl->device, &nccl->before, err);
     if (status != ZPP_OK || nccl->control->rank != 0) return status;

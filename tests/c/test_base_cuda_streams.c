@@ -1,0 +1,229 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Streams of the device cuda over the simulated GPU: host queues, counters, fills, and a change of torch's stream, in
+ * every schedule of lazy and eager streams.
+ */
+#include "sim_gpu.h"
+
+#include "../../csrc/base/device_cuda.h"
+
+enum { SCHEDULES = 16 };
+static const struct zpp_wait ten_seconds = {10000000000u, NULL, NULL};
+
+static zpp_device *new_device(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device;
+    CHECK_OK(zpp_device_cuda_create(0, &device, &err));
+    CHECK_EQUAL(zpp_device_kind(device), ZPP_DEVICE_CUDA);
+    return device;
+}
+
+static void end_device(zpp_device *device) {
+    zpp_device_destroy(device);
+    const struct sim_counts counts = sim_gpu_counts();
+    CHECK(counts.contexts == 0 && counts.blocks == 0 && counts.streams == 0 && counts.events == 0);
+    CHECK_EQUAL(SIM(sim_contexts_pushed)(), 0);
+}
+
+/* Ready once `*gate` is open. It opens the gate itself when the caller is willing to wait. */
+static zpp_status behind_gate(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)err;
+    int *gate = *(int **)arg;
+    CHECK(native != NULL);
+    if (!*gate && wait) *gate = 2;
+    return *gate ? ZPP_OK : ZPP_AGAIN;
+}
+
+struct three {
+    zpp_stream *queue, *other, *compute;
+    zpp_event *event;
+};
+
+static struct three new_streams(zpp_device *device) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct three all;
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &all.queue, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_QUEUE, "other", &all.other, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &all.compute, &err));
+    CHECK_OK(zpp_event_create(device, &all.event, &err));
+    return all;
+}
+
+static void end_streams(const struct three *all) {
+    zpp_event_destroy(all->event);
+    zpp_stream_destroy(all->queue);
+    zpp_stream_destroy(all->other);
+    zpp_stream_destroy(all->compute);
+}
+
+/* to[1] copies to[0] in another queue, which waits for an event that is recorded elsewhere meanwhile. */
+static void a_queue_does_not_block_its_caller(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = new_device();
+    struct three all = new_streams(device);
+    int gate, *where = &gate, *to;
+    CHECK_OK(zpp_cuda_host_alloc(device, 4 * sizeof *to, (void **)&to, &err));
+    for (uint64_t lazy = 0; lazy < SCHEDULES; ++lazy) {
+        SIM(sim_set_schedule)(lazy, 0);
+        gate = 0, to[0] = to[1] = 0, to[2] = 7;
+        CHECK_OK(zpp_stream_launch(all.queue, behind_gate, &where, sizeof where, &err));
+        CHECK_OK(zpp_stream_copy(all.queue, &to[0], &to[2], sizeof *to, &err));
+        CHECK_OK(zpp_event_record(all.event, all.queue, &err));
+        CHECK_EQUAL(zpp_stream_poll(all.queue, &err), ZPP_AGAIN);
+        CHECK_OK(zpp_stream_wait(all.other, all.event, NULL, &err));
+        CHECK_OK(zpp_stream_copy(all.other, &to[1], &to[0], sizeof *to, &err));
+        CHECK_EQUAL(zpp_stream_wait(all.compute, all.event, NULL, &err), ZPP_AGAIN);
+        CHECK_EQUAL(zpp_event_sync(all.event, NULL, &err), ZPP_AGAIN);
+        CHECK_OK(zpp_event_record(all.event, all.compute, &err));
+        CHECK_OK(zpp_stream_wait(all.compute, all.event, NULL, &err)); /* it no longer stands for the queue */
+        CHECK_OK(zpp_event_sync(all.event, &ten_seconds, &err));
+        CHECK_EQUAL(gate, 0);
+        CHECK_OK(zpp_event_record(all.event, all.other, &err));
+        gate = 1;
+        CHECK_OK(zpp_event_sync(all.event, &ten_seconds, &err));
+        CHECK(to[0] == 7 && to[1] == 7);
+    }
+    zpp_cuda_host_free(device, to);
+    end_streams(&all);
+    end_device(device);
+}
+
+static void a_stream_without_a_queue_drives_the_other(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = new_device();
+    struct three all = new_streams(device);
+    int gate, *where = &gate, *to;
+    CHECK_OK(zpp_cuda_host_alloc(device, 4 * sizeof *to, (void **)&to, &err));
+    for (uint64_t lazy = 0; lazy < SCHEDULES; ++lazy) {
+        SIM(sim_set_schedule)(lazy, 0);
+        gate = 0, to[0] = to[1] = 0, to[2] = 8;
+        CHECK_OK(zpp_stream_launch(all.queue, behind_gate, &where, sizeof where, &err));
+        CHECK_OK(zpp_stream_copy(all.queue, &to[0], &to[2], sizeof *to, &err));
+        CHECK_OK(zpp_event_record(all.event, all.queue, &err));
+        CHECK_OK(zpp_stream_wait(all.compute, all.event, &ten_seconds, &err));
+        CHECK_EQUAL(gate, 2);
+        CHECK_OK(zpp_stream_copy(all.compute, &to[1], &to[0], sizeof *to, &err));
+        CHECK_OK(zpp_event_record(all.event, all.compute, &err));
+        CHECK_OK(zpp_event_sync(all.event, &ten_seconds, &err));
+        CHECK(to[0] == 8 && to[1] == 8);
+    }
+    zpp_cuda_host_free(device, to);
+    end_streams(&all);
+    end_device(device);
+}
+
+static zpp_status refuse(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait;
+    return **(int **)arg ? zpp_fail(err, ZPP_PEER, "rank 3 is gone") : ZPP_AGAIN;
+}
+
+static void a_queue_that_ends_ends_what_waits_for_it(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = new_device();
+    struct three all = new_streams(device);
+    int gone = 0, *where = &gone;
+    CHECK_OK(zpp_stream_launch(all.queue, refuse, &where, sizeof where, &err));
+    CHECK_OK(zpp_event_record(all.event, all.queue, &err));
+    CHECK_OK(zpp_stream_wait(all.other, all.event, NULL, &err));
+    CHECK_EQUAL(zpp_stream_wait(all.compute, all.event, NULL, &err), ZPP_AGAIN);
+    gone = 1;
+    CHECK_FAILS(zpp_event_sync(all.event, &ten_seconds, &err), ZPP_PEER, "rank 3 is gone");
+    CHECK_FAILS(zpp_stream_poll(all.queue, &err), ZPP_PEER, "rank 3 is gone");
+    CHECK_FAILS(zpp_stream_poll(all.other, &err), ZPP_PEER, "rank 3 is gone");
+    CHECK_FAILS(zpp_stream_wait(all.compute, all.event, NULL, &err), ZPP_PEER, "rank 3 is gone");
+    CHECK_FAILS(zpp_stream_poll(all.compute, &err), ZPP_PEER, "rank 3 is gone");
+    CHECK_FAILS(zpp_event_record(all.event, all.queue, &err), ZPP_PEER, "rank 3 is gone");
+    end_streams(&all);
+    end_device(device);
+}
+
+/* What `reader` copies was filled before, in every schedule, because it waits for the counter; and no host waits. */
+static void counters_order_streams(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = new_device();
+    zpp_stream *writer, *reader;
+    zpp_event *done;
+    uint64_t *shared;
+    CHECK_OK(zpp_stream_create_priority(device, ZPP_STREAM_QUEUE, ZPP_PRIORITY_HIGH, "writer", &writer, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_THREAD, "reader", &reader, &err));
+    CHECK_OK(zpp_event_create(device, &done, &err));
+    CHECK(zpp_stream_device(writer) == device);
+    shared = aligned_alloc(4096, 4096);
+    memset(shared, 0, 4096);
+    CHECK_OK(zpp_device_pin(device, shared, 4096, &err));
+    uint64_t *counter = &shared[0], *from = &shared[8], *to = &shared[16];
+    for (uint64_t lazy = 0; lazy < SCHEDULES; ++lazy) {
+        SIM(sim_set_schedule)(lazy << 1, 0);
+        const uint64_t host_waits = sim_gpu_counts().host_waits;
+        CHECK_OK(zpp_stream_fill(writer, from, (unsigned char)(lazy + 1), 5, &err));
+        CHECK_OK(zpp_stream_signal(writer, counter, lazy + 1, &err));
+        CHECK_OK(zpp_stream_await(reader, counter, lazy + 1, NULL, &err));
+        CHECK_OK(zpp_stream_copy(reader, to, from, sizeof *to, &err));
+        CHECK_OK(zpp_event_record(done, reader, &err));
+        CHECK_EQUAL(sim_gpu_counts().host_waits, host_waits);
+        CHECK_OK(zpp_event_sync(done, &ten_seconds, &err));
+        CHECK_EQUAL(*counter, lazy + 1);
+        CHECK_EQUAL(*to, (lazy + 1) * UINT64_C(0x0101010101));
+    }
+    /* A comm error releases waits that no peer will end. */
+    CHECK_OK(zpp_stream_await(reader, counter, 1000, NULL, &err));
+    CHECK_OK(zpp_event_record(done, reader, &err));
+    __atomic_fetch_add(counter, ZPP_STREAM_COUNTER_RELEASED, __ATOMIC_RELEASE);
+    CHECK_OK(zpp_event_sync(done, &ten_seconds, &err));
+    zpp_event_destroy(done);
+    zpp_stream_destroy(writer);
+    zpp_stream_destroy(reader);
+    zpp_device_unpin(device, shared);
+    free(shared);
+    end_device(device);
+}
+
+static zpp_status saw_native(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait, (void)err;
+    **(void ***)arg = native;
+    return ZPP_OK;
+}
+
+static void a_change_of_stream_keeps_the_order(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = new_device();
+    zpp_stream *compute, *one, *two;
+    void *natives[2], **where;
+    int *to;
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &compute, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_THREAD, "one", &one, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_THREAD, "two", &two, &err));
+    CHECK_OK(zpp_cuda_host_alloc(device, 4 * sizeof *to, (void **)&to, &err));
+    where = &natives[0];
+    CHECK_OK(zpp_stream_launch(one, saw_native, &where, sizeof where, &err));
+    where = &natives[1];
+    CHECK_OK(zpp_stream_launch(two, saw_native, &where, sizeof where, &err));
+    CHECK_OK(zpp_stream_follow(compute, natives[0], &err));
+    CHECK_EQUAL(sim_gpu_counts().events, 0); /* the first stream is after nothing */
+    for (uint64_t lazy = 0; lazy < SCHEDULES; ++lazy) {
+        SIM(sim_set_schedule)(lazy, 0);
+        to[0] = to[1] = 0, to[2] = 7;
+        CHECK_OK(zpp_stream_follow(compute, natives[0], &err));
+        CHECK_OK(zpp_stream_copy(compute, &to[0], &to[2], sizeof *to, &err));
+        CHECK_OK(zpp_stream_follow(compute, natives[1], &err));
+        CHECK_OK(zpp_stream_copy(compute, &to[1], &to[0], sizeof *to, &err));
+        SIM(sim_finish)();
+        CHECK_EQUAL(to[1], 7);
+    }
+    zpp_stream_adopt(compute, NULL);
+    zpp_stream_destroy(compute);
+    zpp_stream_destroy(one);
+    zpp_stream_destroy(two);
+    zpp_cuda_host_free(device, to);
+    end_device(device);
+}
+
+int main(int argc, char **argv) {
+    sim_gpu_load();
+    static const struct test_case cases[] = {
+        TEST(a_queue_does_not_block_its_caller), TEST(a_stream_without_a_queue_drives_the_other),
+        TEST(a_queue_that_ends_ends_what_waits_for_it), TEST(counters_order_streams),
+        TEST(a_change_of_stream_keeps_the_order), {0},
+    };
+    return test_main(argc, argv, cases);
+}
