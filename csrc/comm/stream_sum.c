@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * stream_sum.h: checks, and which of the two versions runs.
+ */
+#include "stream_sum.h"
+
+#include "comm.h"
+#include "reduce_cuda.h"
+
+struct sum_arg {
+    zpp_device *device;
+    struct zpp_stream_sum sum;
+};
+_Static_assert(sizeof(struct sum_arg) <= ZPP_OP_ARG_BYTES, "a sum is the argument of one operation");
+
+static bool is_summed(zpp_dtype dtype) { return dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16; }
+
+static zpp_status check(const struct zpp_stream_sum *sum, struct zpp_err *err) {
+    if (!is_summed(sum->dtype) || (sum->dst_dtype != ZPP_F32 && sum->dst_dtype != sum->dtype)) {
+        const char *from = zpp_dtype_name(sum->dtype), *to = zpp_dtype_name(sum->dst_dtype);
+        return zpp_fail(err, ZPP_INVALID,
+                        "sum: %s elements to %s, wanted float32, bfloat16 or float16 to float32 or the same",
+                        from ? from : "unknown", to ? to : "unknown");
+    }
+    if (sum->sources < 1 || sum->sources > ZPP_STREAM_SUM_SOURCES) {
+        return zpp_fail(err, ZPP_INVALID, "sum: %d sources, wanted 1 to %d: sum them in groups", sum->sources,
+                        ZPP_STREAM_SUM_SOURCES);
+    }
+    return ZPP_OK;
+}
+
+static void sum_on_host(const struct zpp_stream_sum *sum) {
+    if (sum->halt && __atomic_load_n(sum->halt, __ATOMIC_ACQUIRE)) return;
+    const struct zpp_sum_seen seen = zpp_reduce_sources(sum->dst, sum->dst_dtype, sum->accumulate, sum->src,
+                                                        sum->sources, sum->dtype, sum->elems, sum->scale);
+    if (sum->nonfinite && seen.nonfinite) __atomic_store_n(sum->nonfinite, 1, __ATOMIC_RELAXED);
+}
+
+static zpp_status run_sum(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait;
+    const struct sum_arg *op = arg;
+    if (zpp_device_kind(op->device) == ZPP_DEVICE_CUDA) return zpp_sum_cuda(op->device, native, &op->sum, err);
+    sum_on_host(&op->sum);
+    return ZPP_OK;
+}
+
+zpp_status zpp_stream_sum(zpp_stream *stream, const struct zpp_stream_sum *sum, struct zpp_err *err) {
+    const struct sum_arg op = { zpp_stream_device(stream), *sum };
+    const zpp_status status = check(sum, err);
+    if (status != ZPP_OK || sum->elems == 0) return status;
+    return zpp_stream_launch(stream, run_sum, &op, sizeof op, err);
+}
