@@ -13,7 +13,7 @@
 void zpp_boxed_begin(struct zpp_boxed *args, enum zpp_op op, StableIValue *stack, uint64_t inputs) {
     memset(args, 0, sizeof *args);
     args->schema = zpp_schema_of(op);
-    args->place = zpp_boxed_cpu();
+    args->place = (struct zpp_place){ zpp_torch.aoti_torch_device_type_cpu(), -1 };
     args->stack = stack;
     args->inputs = inputs;
 }
@@ -147,65 +147,6 @@ int64_t zpp_boxed_int(struct zpp_boxed *args) { return (int64_t)next(args, ZPP_A
 bool zpp_boxed_bool(struct zpp_boxed *args) { return (next(args, ZPP_ARGUMENT_BOOL) & 0xff) != 0; }
 
 /* --- checks ------------------------------------------------------------------------------------------------------- */
-static const char *dtype_name(const struct zpp_tensor *tensor, char text[32]) {
-    if (tensor->dtype != ZPP_DTYPES) return zpp_dtype_name(tensor->dtype);
-    snprintf(text, 32, "torch dtype %d", (int)tensor->torch_dtype);
-    return text;
-}
-
-static const char *place_name(struct zpp_place place, char text[32]) {
-    if (place.device_type == zpp_torch.aoti_torch_device_type_cpu()) return "cpu";
-    const bool cuda = place.device_type == zpp_torch.aoti_torch_device_type_cuda();
-    if (cuda) snprintf(text, 32, "cuda:%d", (int)place.device_index);
-    else snprintf(text, 32, "device type %d", (int)place.device_type);
-    return text;
-}
-
-struct zpp_place zpp_boxed_cpu(void) {
-    return (struct zpp_place){ zpp_torch.aoti_torch_device_type_cpu(), -1 };
-}
-
-/* "float32, bfloat16 or float16" */
-static void name_dtypes(unsigned dtypes, char *text, size_t capacity) {
-    size_t used = 0;
-    text[0] = '\0';
-    for (int dtype = 0; dtype < ZPP_DTYPES; ++dtype) {
-        if (!(dtypes & 1u << dtype)) continue;
-        const bool last = dtypes >> dtype == 1u;
-        const char *before = used == 0 ? "" : last ? " or " : ", ";
-        const int added = snprintf(text + used, capacity - used, "%s%s", before, zpp_dtype_name((zpp_dtype)dtype));
-        if (added > 0 && (size_t)added < capacity - used) used += (size_t)added;
-    }
-}
-
-static bool check_one(struct zpp_boxed *args, const char *name, size_t i, const struct zpp_tensor *tensor,
-                      struct zpp_place place, unsigned dtypes) {
-    char seen[32], wanted[ZPP_BOXED_TEXT_BYTES];
-    const struct zpp_place here = { tensor->device_type, tensor->device_index };
-    if (here.device_type != place.device_type || here.device_index != place.device_index) {
-        char on[32];
-        return zpp_boxed_fail(args, "%s[%zu] is on %s, wanted %s", name, i, place_name(here, seen),
-                              place_name(place, on));
-    }
-    if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
-        name_dtypes(dtypes, wanted, sizeof wanted);
-        return zpp_boxed_fail(args, "%s[%zu] is %s, wanted %s", name, i, dtype_name(tensor, seen), wanted);
-    }
-    if (!tensor->contiguous) {
-        return zpp_boxed_fail(args, "%s[%zu] is not contiguous, wanted contiguous: pass a contiguous tensor, not a "
-                              "transposed or strided view", name, i);
-    }
-    return true;
-}
-
-bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, struct zpp_place place, unsigned dtypes) {
-    if (!zpp_boxed_ok(args)) return false;
-    for (size_t i = 0; i < list->count; ++i) {
-        if (!check_one(args, list->name, i, &list->at[i], place, dtypes)) return false;
-    }
-    return true;
-}
-
 bool zpp_boxed_check_like(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model) {
     if (!zpp_boxed_ok(args)) return false;
     if (list->count != model->count) {
@@ -307,8 +248,8 @@ bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTe
     return zpp_boxed_new_sized(args, dtype, &size, 1, made, data);
 }
 
-static bool new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dtype, const int64_t *sizes, int dims,
-                   AtenTensorHandle *made, void **data) {
+bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
+                         AtenTensorHandle *made, void **data) {
     if (!zpp_boxed_ok(args)) return false;
     assert(dims >= 1 && dims <= 3);
     int64_t strides[3], elems = 1;
@@ -317,9 +258,9 @@ static bool new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dty
         elems *= sizes[d];
     }
     AtenTensorHandle tensor = NULL;
-    const int32_t index = place.device_index < 0 ? 0 : place.device_index;
+    const int32_t index = args->place.device_index < 0 ? 0 : args->place.device_index;
     AOTITorchError failed = zpp_torch.aoti_torch_empty_strided(dims, sizes, strides, zpp_torch_dtype_of(dtype),
-                                                               place.device_type, index, &tensor);
+                                                               args->place.device_type, index, &tensor);
     if (failed) {
         return zpp_boxed_fail(args, "libtorch cannot make a tensor of %lld %s", (long long)elems,
                               zpp_dtype_name(dtype));
@@ -330,17 +271,6 @@ static bool new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dty
     }
     *made = tensor;
     return true;
-}
-
-bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
-                         AtenTensorHandle *made, void **data) {
-    return new_on(args, args->place, dtype, sizes, dims, made, data);
-}
-
-bool zpp_boxed_new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dtype, size_t elems,
-                      AtenTensorHandle *made, void **data) {
-    const int64_t size = (int64_t)elems;
-    return new_on(args, place, dtype, &size, 1, made, data);
 }
 
 void zpp_boxed_end(struct zpp_boxed *args) {

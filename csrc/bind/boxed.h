@@ -24,7 +24,7 @@
 #include "schema.h"
 #include "shim.h"
 
-enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_FLOATS = 3, ZPP_BOXED_HANDLES = 10, ZPP_BOXED_TEXT_BYTES = 160 };
+enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_FLOATS = 3, ZPP_BOXED_HANDLES = 10 };
 
 /* A list of tensors. Borrowed: lives until zpp_boxed_end. */
 struct zpp_tensors {
@@ -79,9 +79,6 @@ bool zpp_boxed_bool(struct zpp_boxed *args);
 /* --- checks: note a message that begins with the op's name; false if this or anything before failed ------------- */
 bool zpp_boxed_ok(const struct zpp_boxed *args);
 bool zpp_boxed_fail(struct zpp_boxed *args, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Every tensor contiguous, on this device, and of a dtype in `dtypes` (a bit each: 1 << ZPP_F32 ...). */
-bool zpp_boxed_check(struct zpp_boxed *args, const struct zpp_tensors *list, struct zpp_place place, unsigned dtypes);
-struct zpp_place zpp_boxed_cpu(void);
 /* Same number of tensors with the same numbers of elements as `model`. */
 bool zpp_boxed_check_like(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model);
 /* No tensor of `written` shares memory with another one of them or with one of `read`. Lists in rising order of
@@ -95,10 +92,6 @@ bool zpp_boxed_new(struct zpp_boxed *args, zpp_dtype dtype, size_t elems, AtenTe
 /* The same with `dims` (1 to 3) dimensions. */
 bool zpp_boxed_new_sized(struct zpp_boxed *args, zpp_dtype dtype, const int64_t *sizes, int dims,
                          AtenTensorHandle *made, void **data);
-
-/* One dimension, on that device. */
-bool zpp_boxed_new_on(struct zpp_boxed *args, struct zpp_place place, zpp_dtype dtype, size_t elems,
-                      AtenTensorHandle *made, void **data);
 
 void zpp_boxed_end(struct zpp_boxed *args);
 

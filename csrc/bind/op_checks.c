@@ -24,15 +24,24 @@ static void name_dtypes(unsigned dtypes, char text[DTYPES_BYTES]) {
     }
 }
 
-static bool check_place(struct zpp_boxed *args, struct zpp_place place, const char *name,
-                        const struct zpp_tensor *tensor) {
-    const bool here = tensor->device_type == place.device_type;
-    if (here && (place.device_index < 0 || tensor->device_index == place.device_index)) return true;
-    if (place.device_index >= 0) {
-        return zpp_boxed_fail(args, "%s is not on cuda:%d, wanted all tensors on one device", name,
-                              (int)place.device_index);
-    }
-    return zpp_boxed_fail(args, "%s is not on the cpu, wanted cpu; other devices are not supported yet", name);
+static const char *place_name(int32_t device_type, int32_t device_index, char text[LABEL_BYTES]) {
+    if (device_type == zpp_torch.aoti_torch_device_type_cpu()) return "cpu";
+    const bool cuda = device_type == zpp_torch.aoti_torch_device_type_cuda();
+    snprintf(text, LABEL_BYTES, cuda ? "cuda:%d" : "device type %d", (int)(cuda ? device_index : device_type));
+    return text;
+}
+
+static bool is_here(const struct zpp_boxed *args, const struct zpp_tensor *tensor) {
+    return tensor->device_type == args->place.device_type &&
+           (!zpp_op_is_on_cuda(args) || tensor->device_index == args->place.device_index);
+}
+
+static bool check_place(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor) {
+    char seen[LABEL_BYTES], wanted[LABEL_BYTES];
+    if (is_here(args, tensor)) return true;
+    return zpp_boxed_fail(args, "%s is on %s, wanted %s: move all tensors to one device", name,
+                          place_name(tensor->device_type, tensor->device_index, seen),
+                          place_name(args->place.device_type, args->place.device_index, wanted));
 }
 
 void zpp_op_on_cuda(struct zpp_boxed *args, const struct zpp_tensor *first) {
@@ -63,12 +72,7 @@ void zpp_op_launched(struct zpp_boxed *args, zpp_status status, const struct zpp
 }
 
 bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes) {
-    return zpp_op_check_tensor_on(args, args->place, name, tensor, dtypes);
-}
-
-bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
-                            const struct zpp_tensor *tensor, unsigned dtypes) {
-    if (!zpp_boxed_ok(args) || !check_place(args, place, name, tensor)) return false;
+    if (!zpp_boxed_ok(args) || !check_place(args, name, tensor)) return false;
     if (tensor->dtype == ZPP_DTYPES || !(dtypes & 1u << tensor->dtype)) {
         char wanted[DTYPES_BYTES], seen[LABEL_BYTES];
         name_dtypes(dtypes, wanted);
@@ -85,31 +89,23 @@ bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, cons
 
 bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,
                         size_t elems, const char *of) {
-    return zpp_op_check_elems_on(args, args->place, name, tensor, dtypes, elems, of);
-}
-
-bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
-                           const struct zpp_tensor *tensor, unsigned dtypes, size_t elems, const char *of) {
-    if (!zpp_op_check_tensor_on(args, place, name, tensor, dtypes)) return false;
+    if (!zpp_op_check_tensor(args, name, tensor, dtypes)) return false;
     if (tensor->elems == elems) return true;
     return zpp_boxed_fail(args, "%s has %zu elements, wanted %zu: %s", name, tensor->elems, elems, of);
 }
 
-bool zpp_op_is_fine(struct zpp_place place, const struct zpp_tensor *tensor, unsigned dtypes) {
+bool zpp_op_is_fine(const struct zpp_boxed *args, const struct zpp_tensor *tensor, unsigned dtypes) {
     const bool known = tensor->dtype != ZPP_DTYPES && (dtypes & 1u << tensor->dtype);
-    const bool here = tensor->device_type == place.device_type &&
-                      (place.device_index < 0 || tensor->device_index == place.device_index);
-    return known && here && tensor->contiguous;
+    return known && is_here(args, tensor) && tensor->contiguous;
 }
 
 bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model,
                        unsigned dtypes, bool may_be_empty) {
     if (may_be_empty && list->count == 0) return zpp_boxed_ok(args);
     if (!zpp_boxed_check_like(args, list, model)) return false;
-    const struct zpp_place place = args->place;
     for (size_t i = 0; i < list->count; ++i) {
         const struct zpp_tensor *tensor = &list->at[i];
-        if (zpp_op_is_fine(place, tensor, dtypes)) continue;
+        if (zpp_op_is_fine(args, tensor, dtypes)) continue;
         char label[LABEL_BYTES];
         snprintf(label, sizeof label, "%s[%zu]", list->name, i);
         if (!zpp_op_check_tensor(args, label, tensor, dtypes)) return false;

@@ -30,18 +30,13 @@ void *zpp_op_new_segments(struct zpp_boxed *args, size_t count, size_t segment_b
 /* Notes the message of a launch that failed. */
 void zpp_op_launched(struct zpp_boxed *args, zpp_status status, const struct zpp_err *err);
 
-/* One tensor: contiguous, at the call's place, of a dtype in `dtypes`. */
+/* One tensor: contiguous, at the call's place, of a dtype in `dtypes` (a bit each: 1 << ZPP_F32 ...). */
 bool zpp_op_check_tensor(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes);
 /* The same, with this number of elements; `of` says what that number belongs to, such as "scales of 3 blocks". */
 bool zpp_op_check_elems(struct zpp_boxed *args, const char *name, const struct zpp_tensor *tensor, unsigned dtypes,
                         size_t elems, const char *of);
-/* Both on another place. */
-bool zpp_op_check_tensor_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
-                            const struct zpp_tensor *tensor, unsigned dtypes);
-bool zpp_op_check_elems_on(struct zpp_boxed *args, struct zpp_place place, const char *name,
-                           const struct zpp_tensor *tensor, unsigned dtypes, size_t elems, const char *of);
-/* Would zpp_op_check_tensor_on pass it? Making up its name costs more than an operator on few elements. */
-bool zpp_op_is_fine(struct zpp_place place, const struct zpp_tensor *tensor, unsigned dtypes);
+/* True if zpp_op_check_tensor would pass. To make up a name first costs more than an operator on few elements. */
+bool zpp_op_is_fine(const struct zpp_boxed *args, const struct zpp_tensor *tensor, unsigned dtypes);
 /* Every tensor of a list as above, with as many tensors and elements as `model`; an empty list passes if it may. */
 bool zpp_op_check_list(struct zpp_boxed *args, const struct zpp_tensors *list, const struct zpp_tensors *model,
                        unsigned dtypes, bool may_be_empty);

@@ -28,7 +28,7 @@ static bool check_lists(struct zpp_boxed *args, struct lists *l) {
            zpp_op_check_list(args, l->exp_avgs, l->params, dtypes, false) &&
            zpp_op_check_list(args, l->exp_avg_sqs, l->params, dtypes, false) &&
            zpp_op_check_list(args, l->param_outs, l->params, ZPP_OP_FLOATS, true) &&
-           (!l->low.is || zpp_op_low_check_scales(args, args->place, &l->low, l->params, 2)) &&
+           (!l->low.is || zpp_op_low_check_scales(args, &l->low, l->params, 2)) &&
            zpp_boxed_check_apart(args, written, l->low.is ? 5 : 4, &l->grads, 1);
 }
 

@@ -20,8 +20,8 @@ int64_t zpp_op_low_place(const struct zpp_op_low *low, size_t param, int which) 
     return low->places ? low->places->at[param * ZPP_OP_LOW_PLACE + (size_t)which] : 0;
 }
 
-bool zpp_op_low_check_scales(struct zpp_boxed *args, struct zpp_place place, const struct zpp_op_low *low,
-                             const struct zpp_tensors *params, size_t moments) {
+bool zpp_op_low_check_scales(struct zpp_boxed *args, const struct zpp_op_low *low, const struct zpp_tensors *params,
+                             size_t moments) {
     const size_t wanted = low->kind == ZPP_MOMENTS_INT8 ? moments * params->count : 0;
     if (!zpp_boxed_ok(args)) return false;
     if (low->scales->count != wanted) {
@@ -35,8 +35,8 @@ bool zpp_op_low_check_scales(struct zpp_boxed *args, struct zpp_place place, con
         snprintf(label, sizeof label, "scales[%zu]", i);
         snprintf(of, sizeof of, "%zu elements from %zu on in blocks of %d", elems, first,
                  (int)ZPP_MOMENTS_BLOCK_ELEMS);
-        if (!zpp_op_check_elems_on(args, place, label, &low->scales->at[i], 1u << ZPP_F32,
-                                   zpp_moments_scales(first, elems), of)) return false;
+        if (!zpp_op_check_elems(args, label, &low->scales->at[i], 1u << ZPP_F32, zpp_moments_scales(first, elems),
+                                of)) return false;
     }
     return true;
 }

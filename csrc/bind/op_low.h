@@ -23,8 +23,8 @@ enum { ZPP_OP_LOW_STEP, ZPP_OP_LOW_STREAM, ZPP_OP_LOW_FIRST, ZPP_OP_LOW_PLACE };
 unsigned zpp_op_low_dtypes(struct zpp_op_low *low, const struct zpp_tensors *codes);
 
 /* A scale for each block of each of `moments` moments, of 8 bits; none of bf16. */
-bool zpp_op_low_check_scales(struct zpp_boxed *args, struct zpp_place place, const struct zpp_op_low *low,
-                             const struct zpp_tensors *params, size_t moments);
+bool zpp_op_low_check_scales(struct zpp_boxed *args, const struct zpp_op_low *low, const struct zpp_tensors *params,
+                             size_t moments);
 
 /* As many places as parameters, steps from 1, the others from 0. */
 bool zpp_op_low_check_places(struct zpp_boxed *args, const struct zpp_op_low *low, const struct zpp_tensors *params);

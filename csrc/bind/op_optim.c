@@ -155,7 +155,7 @@ static bool check_steps(struct zpp_boxed *args, const struct call *call) {
     if (call->variance_steps && !zpp_op_check_steps(args, call->variance_steps, call->params)) return false;
     if (!call->low.is) return zpp_boxed_ok(args);
     return (!call->low.places || zpp_op_low_check_places(args, &call->low, call->params)) &&
-           zpp_op_low_check_scales(args, args->place, &call->low, call->params, states_count(call));
+           zpp_op_low_check_scales(args, &call->low, call->params, states_count(call));
 }
 
 static bool check_rates(struct zpp_boxed *args, const struct call *call) {

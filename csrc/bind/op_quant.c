@@ -25,20 +25,20 @@ static bool check_spec(struct zpp_boxed *args, int64_t bits, int64_t block_elems
     return zpp_boxed_fail(args, "block_elems is %lld, wanted a multiple of 16, at least 16", (long long)block_elems);
 }
 
-static bool parts_are_fine(struct zpp_place place, const struct parts *p, const struct zpp_quant_spec *spec,
+static bool parts_are_fine(const struct zpp_boxed *args, const struct parts *p, const struct zpp_quant_spec *spec,
                            size_t elems) {
     const size_t blocks = zpp_quant_blocks(spec, elems);
-    return zpp_op_is_fine(place, p->codes, spec->bits == 8 ? 1u << ZPP_I8 : 1u << ZPP_U8) &&
-           zpp_op_is_fine(place, p->scales, 1u << ZPP_F32) && zpp_op_is_fine(place, p->mids, 1u << ZPP_F32) &&
+    return zpp_op_is_fine(args, p->codes, spec->bits == 8 ? 1u << ZPP_I8 : 1u << ZPP_U8) &&
+           zpp_op_is_fine(args, p->scales, 1u << ZPP_F32) && zpp_op_is_fine(args, p->mids, 1u << ZPP_F32) &&
            p->codes->elems == zpp_quant_code_bytes(spec, elems) && p->scales->elems == blocks &&
            p->mids->elems == (spec->asymmetric ? blocks : 0);
 }
 
 /* codes, scales and mids of an array of `elems` elements; `index` >= 0: of a list of arrays. */
-static bool check_parts_on(struct zpp_boxed *args, struct zpp_place place, const struct parts *p,
-                           const struct zpp_quant_spec *spec, size_t elems, const char *prefix, long index) {
+static bool check_parts(struct zpp_boxed *args, const struct parts *p, const struct zpp_quant_spec *spec, size_t elems,
+                        const char *prefix, long index) {
     if (!zpp_boxed_ok(args)) return false;
-    if (parts_are_fine(place, p, spec, elems)) return true;
+    if (parts_are_fine(args, p, spec, elems)) return true;
     char name[3][OF_BYTES], of[OF_BYTES];
     static const char *const fields[] = { "codes", "scales", "mids" };
     for (int k = 0; k < 3; ++k) {
@@ -48,22 +48,11 @@ static bool check_parts_on(struct zpp_boxed *args, struct zpp_place place, const
     const unsigned code_dtype = spec->bits == 8 ? 1u << ZPP_I8 : 1u << ZPP_U8;
     snprintf(of, sizeof of, "%zu elements of %d bits", elems, spec->bits);
     const size_t code_bytes = zpp_quant_code_bytes(spec, elems);
-    if (!zpp_op_check_elems_on(args, place, name[0], p->codes, code_dtype, code_bytes, of)) return false;
+    if (!zpp_op_check_elems(args, name[0], p->codes, code_dtype, code_bytes, of)) return false;
     snprintf(of, sizeof of, "%zu elements in blocks of %zu", elems, spec->block_elems);
     const size_t blocks = zpp_quant_blocks(spec, elems);
-    return zpp_op_check_elems_on(args, place, name[1], p->scales, 1u << ZPP_F32, blocks, of) &&
-           zpp_op_check_elems_on(args, place, name[2], p->mids, 1u << ZPP_F32, spec->asymmetric ? blocks : 0, of);
-}
-
-static bool check_parts(struct zpp_boxed *args, const struct parts *p, const struct zpp_quant_spec *spec, size_t elems,
-                        const char *prefix, long index) {
-    return check_parts_on(args, args->place, p, spec, elems, prefix, index);
-}
-
-/* Where a call's tensors are to be: the cpu, or the CUDA device of the first. */
-static struct zpp_place place_of(const struct zpp_tensor *first, bool cuda) {
-    if (!cuda) return zpp_boxed_cpu();
-    return (struct zpp_place){ zpp_torch.aoti_torch_device_type_cuda(), first->device_index };
+    return zpp_op_check_elems(args, name[1], p->scales, 1u << ZPP_F32, blocks, of) &&
+           zpp_op_check_elems(args, name[2], p->mids, 1u << ZPP_F32, spec->asymmetric ? blocks : 0, of);
 }
 
 static bool check_apart(struct zpp_boxed *args, const struct zpp_tensors *written, size_t written_count,
@@ -74,18 +63,18 @@ static bool check_apart(struct zpp_boxed *args, const struct zpp_tensors *writte
     return zpp_boxed_check_apart(args, w, written_count, r, read_count);
 }
 
-static void run_quantise(struct zpp_boxed *args, struct zpp_place place, const struct zpp_quant_spec *spec,
-                         const struct zpp_tensor *src, const struct zpp_quant_target *to) {
+static void run_quantise(struct zpp_boxed *args, const struct zpp_quant_spec *spec, const struct zpp_tensor *src,
+                         const struct zpp_quant_target *to) {
+    struct zpp_op_stream on;
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_device *device = NULL;
-    void *stream = NULL;
-    if (place.device_index < 0) {
+    if (!zpp_op_is_on_cuda(args)) {
         zpp_pool *pool = zpp_op_pool_take();
         zpp_quantise(spec, src->data, src->dtype, src->elems, to, pool);
         zpp_op_pool_give(pool);
-    } else if (zpp_op_cuda(place.device_index, &device, &stream, &err) != ZPP_OK ||
-               zpp_quantise_cuda(device, stream, spec, src->data, src->dtype, src->elems, to, &err) != ZPP_OK) {
-        zpp_boxed_fail(args, "%s", err.text);
+    } else if (zpp_op_find_stream(args, &on)) {
+        const zpp_status status =
+            zpp_quantise_cuda(on.device, on.native, spec, src->data, src->dtype, src->elems, to, &err);
+        zpp_op_launched(args, status, &err);
     }
 }
 
@@ -98,43 +87,33 @@ static void quantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     to.scales = zpp_boxed_tensor(&args);
     to.mids = zpp_boxed_tensor(&args);
     const int64_t bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
+    if (cuda) zpp_op_on_cuda(&args, src);
     const struct zpp_quant_spec spec = { (size_t)block_elems, (int)bits, to.mids->elems != 0 };
     const struct zpp_tensors written[] = { zpp_op_one("codes", to.codes), zpp_op_one("scales", to.scales),
                                            zpp_op_one("mids", to.mids) };
     const struct zpp_tensors read = zpp_op_one("src", src);
-    const struct zpp_place place = place_of(src, cuda);
-    if (check_spec(&args, bits, block_elems) &&
-        zpp_op_check_tensor_on(&args, place, "src", src, ZPP_OP_FLOATS) &&
-        check_parts_on(&args, place, &to, &spec, src->elems, "", -1) && check_apart(&args, written, 3, &read, 1)) {
+    if (check_spec(&args, bits, block_elems) && zpp_op_check_tensor(&args, "src", src, ZPP_OP_FLOATS) &&
+        check_parts(&args, &to, &spec, src->elems, "", -1) && check_apart(&args, written, 3, &read, 1)) {
         const struct zpp_quant_target target = { to.codes->data, to.scales->data, to.mids->data };
-        run_quantise(&args, place, &spec, src, &target);
+        run_quantise(&args, &spec, src, &target);
     }
     zpp_boxed_end(&args);
 }
 
-void zpp_op_quantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    quantise(stack, inputs, false);
-}
+ZPP_OP_BOTH(quantise, quantise)
 
-void zpp_op_quantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    quantise(stack, inputs, true);
-}
-
-static void run_dequantise(struct zpp_boxed *args, struct zpp_place place, const struct zpp_quant_spec *spec,
+static void run_dequantise(struct zpp_boxed *args, const struct zpp_quant_spec *spec,
                            const struct zpp_quant_source *from, const struct zpp_tensor *dst, bool accumulate) {
+    struct zpp_op_stream on;
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_device *device = NULL;
-    void *stream = NULL;
-    if (place.device_index < 0) {
+    if (!zpp_op_is_on_cuda(args)) {
         zpp_pool *pool = zpp_op_pool_take();
         zpp_dequantise(spec, from, dst->data, dst->dtype, dst->elems, accumulate, pool);
         zpp_op_pool_give(pool);
-    } else if (zpp_op_cuda(place.device_index, &device, &stream, &err) != ZPP_OK ||
-               zpp_dequantise_cuda(device, stream, spec, from, dst->data, dst->dtype, dst->elems, accumulate,
-                                   &err) != ZPP_OK) {
-        zpp_boxed_fail(args, "%s", err.text);
+    } else if (zpp_op_find_stream(args, &on)) {
+        const zpp_status status = zpp_dequantise_cuda(on.device, on.native, spec, from, dst->data, dst->dtype,
+                                                      dst->elems, accumulate, &err);
+        zpp_op_launched(args, status, &err);
     }
 }
 
@@ -148,29 +127,20 @@ static void dequantise(StableIValue *stack, uint64_t inputs, bool cuda) {
     const struct zpp_tensor *dst = zpp_boxed_tensor(&args);
     const int64_t bits = zpp_boxed_int(&args), block_elems = zpp_boxed_int(&args);
     const bool accumulate = zpp_boxed_bool(&args);
+    if (cuda) zpp_op_on_cuda(&args, dst);
     const struct zpp_quant_spec spec = { (size_t)block_elems, (int)bits, from.mids->elems != 0 };
     const struct zpp_tensors written = zpp_op_one("dst", dst);
     const struct zpp_tensors read[] = { zpp_op_one("codes", from.codes), zpp_op_one("scales", from.scales),
                                         zpp_op_one("mids", from.mids) };
-    const struct zpp_place place = place_of(dst, cuda);
-    if (check_spec(&args, bits, block_elems) &&
-        zpp_op_check_tensor_on(&args, place, "dst", dst, ZPP_OP_FLOATS) &&
-        check_parts_on(&args, place, &from, &spec, dst->elems, "", -1) && check_apart(&args, &written, 1, read, 3)) {
+    if (check_spec(&args, bits, block_elems) && zpp_op_check_tensor(&args, "dst", dst, ZPP_OP_FLOATS) &&
+        check_parts(&args, &from, &spec, dst->elems, "", -1) && check_apart(&args, &written, 1, read, 3)) {
         const struct zpp_quant_source source = { from.codes->data, from.scales->data, from.mids->data };
-        run_dequantise(&args, place, &spec, &source, dst, accumulate);
+        run_dequantise(&args, &spec, &source, dst, accumulate);
     }
     zpp_boxed_end(&args);
 }
 
-void zpp_op_dequantise(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    dequantise(stack, inputs, false);
-}
-
-void zpp_op_dequantise_cuda(StableIValue *stack, uint64_t inputs, uint64_t outputs) {
-    (void)outputs;
-    dequantise(stack, inputs, true);
-}
+ZPP_OP_BOTH(dequantise, dequantise)
 
 /* --- sums of several quantised arrays ----------------------------------------------------------------------------- */
 struct part_lists {
