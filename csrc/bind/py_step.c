@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What the optimizer calls: which gradients there are, their norm, where its states are, and the step, at once or
- * delayed. The work is done in zero/norm.h, zero/step_plan.h and zero/step_delayed.h; here Python objects are converted
+ * delayed. The work is done in zero/norm.c, zero/step_plan.h and zero/step_delayed.h; here Python objects are converted
  * for them. The step inside the backward is in py_step_in_backward.c.
  *
  * Local gradients (step_plan.h) are p.grad: references are held while a step may read them. The thread of a delayed
@@ -9,7 +9,7 @@
  */
 #include <stdlib.h>
 
-#include "../zero/norm.h"
+#include "../zero/step_plan.h"
 #include "py_aio.h"
 #include "py_zero.h"
 #include "raise.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Methods of Zero for parameters and for gradients in a file (zero/offload/unit_file.h, zero/offload/grad_file.h). The
+ * Methods of Zero for parameters and for gradients in a file (zero/offload/unit_file.h, zero/offload/grad_file.c). The
  * façade decides when the files are made and go away (python/zeropp/zero/offload/); py_step.c calls the step.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept until the façade

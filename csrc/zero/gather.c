@@ -1,14 +1,88 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Which units are gathered, and when: on need, ahead of need in the recorded order (trace.h), and which stay between
- * two passes. How a unit moves is in unit.c.
+ * Which units are gathered, and when: on need, ahead of need in the recorded order, and which stay between two passes.
+ * How a unit moves is in unit.c.
+ *
+ * The recorded order is the sequence in which each phase needed the units the last time, and how far along it this pass
+ * is (the overlap-centric design of ZeRO-Infinity 6.2). A wrong guess costs a gather that no computation waits for,
+ * never a wrong result. Sequences are whole, not one successor per unit: a tied embedding is first and last in a
+ * forward, and a block that contains other units comes back between them in backward. With successors such a unit leads
+ * to the wrong place, the bound fills with units that are not needed, and nothing useful is fetched any more. Where
+ * ranks or passes differ, the cursor jumps to the next place where the unit occurs; a unit that does not occur any more
+ * moves nothing. So one deviation costs one guess.
  *
  * A backward begins with what the forward ends with. Where a forward has nothing left to read ahead, what the backward
  * reads first is *kept*: read, or not given back when it is released, which makes it GATHERING with nothing to fetch.
  * So is what a forward reads first, where a step inside the backward has just left it in memory.
  */
+#include <stdlib.h>
+
 #include "internal.h"
 #include "placement.h"
+
+/* --- the recorded order ------------------------------------------------------------------------------------------- */
+
+enum { ENTRIES_PER_UNIT = 16, LEAST_ENTRIES = 256 };
+
+zpp_status zpp_trace_init(struct zpp_trace *trace, int units, struct zpp_err *err) {
+    *trace = (struct zpp_trace){ .capacity = (size_t)units * ENTRIES_PER_UNIT + LEAST_ENTRIES };
+    for (int phase = 0; phase < ZPP_PHASES; phase++) {
+        struct zpp_sequence *sequence = &trace->phases[phase];
+        sequence->before = malloc(trace->capacity * sizeof(int));
+        sequence->now = malloc(trace->capacity * sizeof(int));
+        if (sequence->before && sequence->now) continue;
+        zpp_trace_fini(trace);
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the recorded order of %d units", units);
+    }
+    return ZPP_OK;
+}
+
+void zpp_trace_fini(struct zpp_trace *trace) {
+    for (int phase = 0; phase < ZPP_PHASES; phase++) {
+        free(trace->phases[phase].before);
+        free(trace->phases[phase].now);
+        trace->phases[phase] = (struct zpp_sequence){ 0 };
+    }
+}
+
+static void move_cursor(struct zpp_sequence *sequence, int unit) {
+    for (size_t at = sequence->cursor; at < sequence->before_count; at++) {
+        if (sequence->before[at] != unit) continue;
+        sequence->cursor = at + 1;
+        return;
+    }
+}
+
+static void record(struct zpp_trace *trace, enum zpp_phase phase, int unit) {
+    struct zpp_sequence *sequence = &trace->phases[phase];
+    if (sequence->now_count && sequence->now[sequence->now_count - 1] == unit) return;
+    move_cursor(sequence, unit);
+    if (sequence->now_count < trace->capacity) sequence->now[sequence->now_count++] = unit;
+}
+
+/* Return the unit that is needed `steps` after the next one, if this pass goes as the last one; -1: unknown, or the
+ * pass ends. */
+static int unit_ahead(const struct zpp_trace *trace, enum zpp_phase phase, size_t steps) {
+    const struct zpp_sequence *sequence = &trace->phases[phase];
+    const size_t at = sequence->cursor + steps;
+    return at < sequence->before_count ? sequence->before[at] : -1;
+}
+
+/* A pass ended: follow what was recorded in it. Phases that did not run keep what they have. */
+static void restart(struct zpp_trace *trace) {
+    for (int phase = 0; phase < ZPP_PHASES; phase++) {
+        struct zpp_sequence *sequence = &trace->phases[phase];
+        sequence->cursor = 0;
+        if (!sequence->now_count) continue;
+        int *const recorded = sequence->now;
+        sequence->now = sequence->before;
+        sequence->before = recorded;
+        sequence->before_count = sequence->now_count;
+        sequence->now_count = 0;
+    }
+}
+
+/* --- gathers ------------------------------------------------------------------------------------------------------ */
 
 /* Release units that were kept for a backward that never ran; `all`: also those for a forward that began with other
  * units. Return true if that freed prefetch budget. */
@@ -34,7 +108,7 @@ bool zpp_zero_reads_forward(const zpp_zero *zero) {
 static zpp_status keep_for_backward(zpp_zero *zero, struct zpp_err *err) {
     zero->forward_read = true;
     for (size_t steps = 0;; steps++) {
-        const int next = zpp_trace_ahead(&zero->trace, ZPP_PHASE_BACKWARD, steps);
+        const int next = unit_ahead(&zero->trace, ZPP_PHASE_BACKWARD, steps);
         if (next < 0) return ZPP_OK;
         struct zpp_unit *candidate = zero->units[next];
         if (!candidate->placement->keeps || candidate->kept) continue;
@@ -49,7 +123,7 @@ static zpp_status keep_for_backward(zpp_zero *zero, struct zpp_err *err) {
 
 void zpp_zero_keep_for_forward(zpp_zero *zero) {
     for (size_t steps = 0;; steps++) {
-        const int next = zpp_trace_ahead(&zero->trace, ZPP_PHASE_FORWARD, steps);
+        const int next = unit_ahead(&zero->trace, ZPP_PHASE_FORWARD, steps);
         struct zpp_unit *candidate = next < 0 ? NULL : zero->units[next];
         if (!candidate || !candidate->placement->keeps || !zpp_unit_is_gathered(candidate)) return;
         if (!zpp_unit_fits_ahead(zero, candidate)) return;
@@ -61,7 +135,7 @@ void zpp_zero_keep_for_forward(zpp_zero *zero) {
 /* Follow the recorded order while the bound allows. */
 static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zpp_err *err) {
     for (size_t steps = 0;; steps++) {
-        const int next = zpp_trace_ahead(&zero->trace, phase, steps);
+        const int next = unit_ahead(&zero->trace, phase, steps);
         if (next < 0) return phase == ZPP_PHASE_FORWARD ? keep_for_backward(zero, err) : ZPP_OK;
         struct zpp_unit *candidate = zero->units[next];
         if (candidate->state != ZPP_UNIT_SHARDED) continue;
@@ -88,12 +162,12 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
     if (began_ns) zero->gather_ns += zpp_now_ns() - began_ns;
     if (phase == ZPP_PHASE_BACKWARD || unit->kept_over_step) zpp_unit_set_kept(zero, unit, false);
     if (!zero->options.prefetch_bytes) return ZPP_OK;
-    zpp_trace_record(&zero->trace, phase, index);
+    record(&zero->trace, phase, index);
     return prefetch_ahead(zero, phase, err);
 }
 
 zpp_status zpp_zero_end_pass(zpp_zero *zero, struct zpp_err *err) {
-    zpp_trace_restart(&zero->trace);
+    restart(&zero->trace);
     zero->forward_read = false;
     /* Long enough for any memcpy; a prefetch waits for no peer. */
     const struct zpp_wait patience = { .timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL };

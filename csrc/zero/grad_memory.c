@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Reduced gradients in memory: as a part of their bucket (stages 0 and 1), or each in memory of its own. A delayed step
- * reads a back buffer: the shard of stage 1 is copied to it, because it is a part of its bucket; one with memory of its
- * own changes places with it, so that the next backward fills the other one.
+ * Reduced gradients in memory: as a part of their bucket (stages 0 and 1), each in memory of its own, or in memory from
+ * a pool. A delayed step reads a back buffer: the shard of stage 1 is copied to it, because it is a part of its bucket;
+ * one with memory of its own changes places with it, so that the next backward fills the other one.
  */
 #include "grad_store.h"
 
@@ -20,7 +20,7 @@ void zpp_grad_zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_
     memset(grad->shard + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
 }
 
-void zpp_grad_memory_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
+static void clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
     if (grad->shard) zpp_grad_zero_param(zero, grad, param);
 }
 
@@ -37,7 +37,7 @@ static zpp_status make_back_shard(zpp_zero *zero, struct zpp_unit_grad *grad, st
     return ZPP_OK;
 }
 
-zpp_status zpp_grad_memory_flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+static zpp_status flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const zpp_status status = make_back_shard(zero, grad, err);
     if (status != ZPP_OK) return status;
     unsigned char *filled = grad->shard;
@@ -88,7 +88,7 @@ const struct zpp_grad_store zpp_grad_store_bucket = {
 
 /* --- in memory of its own ----------------------------------------------------------------------------------------- */
 
-zpp_status zpp_grad_memory_add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const size_t bytes = zpp_grad_shard_bytes(grad);
     void *memory = NULL;
     const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
@@ -98,7 +98,7 @@ zpp_status zpp_grad_memory_add(zpp_zero *zero, struct zpp_unit_grad *grad, struc
     return ZPP_OK;
 }
 
-void zpp_grad_memory_free(zpp_zero *zero, struct zpp_unit_grad *grad) {
+static void free_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
     if (grad->shard) zpp_device_free(zero->options.device, grad->shard, zpp_grad_shard_bytes(grad));
     grad->shard = NULL;
     free_back_shard(zero, grad);
@@ -106,9 +106,75 @@ void zpp_grad_memory_free(zpp_zero *zero, struct zpp_unit_grad *grad) {
 
 const struct zpp_grad_store zpp_grad_store_memory = {
     .name = "memory",
-    .add = zpp_grad_memory_add,
-    .free = zpp_grad_memory_free,
+    .add = add,
+    .free = free_shards,
     .count_memory = zpp_grad_memory_count,
-    .clear = zpp_grad_memory_clear,
-    .flip = zpp_grad_memory_flip,
+    .clear = clear,
+    .flip = flip,
+};
+
+/* --- in memory from a pool ---------------------------------------------------------------------------------------- */
+
+/* For a step inside the backward (docs/design/0032), a shard lives from its unit's reduction until its step. Memory
+ * that one gives back is taken by the next one of the same size, so that a backward holds the shards of a unit or two,
+ * and allocates nothing once it has begun to repeat itself. Reductions take memory, wherever they run; the
+ * coordinator's thread gives it back. */
+
+/* NULL: none fits. */
+static void *take_pooled(zpp_zero *zero, size_t bytes) {
+    void *memory = NULL;
+    pthread_mutex_lock(&zero->grad_pool_lock);
+    for (int i = 0; i < ZPP_POOLED_GRADS && !memory; i++) {
+        if (!zero->grad_pool[i].memory || zero->grad_pool[i].bytes != bytes) continue;
+        memory = zero->grad_pool[i].memory;
+        zero->grad_pool[i] = (struct zpp_pooled_grad){ NULL, 0 };
+    }
+    if (!memory) zero->shard_bytes += bytes;
+    pthread_mutex_unlock(&zero->grad_pool_lock);
+    return memory;
+}
+
+static zpp_status acquire_pooled(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const size_t bytes = zpp_grad_shard_bytes(grad);
+    if (grad->shard) return ZPP_OK;
+    void *memory = take_pooled(zero, bytes);
+    const zpp_status status = memory ? ZPP_OK : zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    if (status == ZPP_OK) grad->shard = memory;
+    return status;
+}
+
+static void free_pooled(zpp_zero *zero, struct zpp_pooled_grad *pooled) {
+    if (!pooled->memory) return;
+    zpp_device_free(zero->options.device, pooled->memory, pooled->bytes);
+    zero->shard_bytes -= pooled->bytes;
+    *pooled = (struct zpp_pooled_grad){ NULL, 0 };
+}
+
+/* The memory that has waited longest is freed. */
+static zpp_status give_to_pool(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    (void)err;
+    if (!grad->shard) return ZPP_OK;
+    pthread_mutex_lock(&zero->grad_pool_lock);
+    free_pooled(zero, &zero->grad_pool[ZPP_POOLED_GRADS - 1]);
+    for (int i = ZPP_POOLED_GRADS - 1; i > 0; i--) zero->grad_pool[i] = zero->grad_pool[i - 1];
+    zero->grad_pool[0] = (struct zpp_pooled_grad){ grad->shard, zpp_grad_shard_bytes(grad) };
+    pthread_mutex_unlock(&zero->grad_pool_lock);
+    grad->shard = NULL;
+    return ZPP_OK;
+}
+
+/* The first unit that goes takes the pool with it. */
+static void free_with_pool(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    for (int i = 0; i < ZPP_POOLED_GRADS; i++) free_pooled(zero, &zero->grad_pool[i]);
+    free_shards(zero, grad);
+}
+
+const struct zpp_grad_store zpp_grad_store_pooled = {
+    .name = "pooled",
+    .free = free_with_pool,
+    .count_memory = zpp_grad_memory_count,
+    .acquire = acquire_pooled,
+    .drop = give_to_pool,
+    .clear = clear,
+    .flip = flip,
 };

@@ -7,7 +7,7 @@
  *   bucket   0, 1      a part of the unit's bucket, which stays (reduce.h)
  *   memory   2, 3      memory of its own, from seal on
  *   pooled   2, 3      memory from its reduction until its step inside the backward, used again by the next units
- *   nvme     2, 3      in a file, in memory while it is added to or read (grad_file.h)
+ *   nvme     2, 3      in a file, in memory while it is added to or read (grad_file.c)
  *
  * The path of a reduced gradient, of which NULL entries are left out:
  *
@@ -67,13 +67,8 @@ struct zpp_grad_store {
 extern const struct zpp_grad_store zpp_grad_store_bucket, zpp_grad_store_memory, zpp_grad_store_pooled,
     zpp_grad_store_nvme;
 
-/* grad_memory.c, for the other stores: zeros in the shard where one parameter's gradient lies; this rank's part. */
+/* grad_memory.c, for the store nvme: zeros in this rank's shard where one parameter's gradient lies. */
 void zpp_grad_zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t param);
-/* Memory for a shard that has none. */
-zpp_status zpp_grad_memory_add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-void zpp_grad_memory_free(zpp_zero *zero, struct zpp_unit_grad *grad);
 void zpp_grad_memory_count(const zpp_zero *zero, struct zpp_zero_memory *out);
-zpp_status zpp_grad_memory_flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
-void zpp_grad_memory_clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param);
 
 #endif

@@ -9,14 +9,75 @@
 
 #include "../base/mem.h"
 #include "../base/timeline.h"
-#include "exchange.h"
+#include "../ops/quant/quant.h"
 #include "offload/unit_file.h"
 #include "reduce.h"
-#include "offload/grad_file.h"
-#include "trace.h"
-#include "wire.h"
 #include "zero.h"
 
+/* --- the recorded order (gather.c) -------------------------------------------------------------------------------- */
+/* One phase: `before` is what we follow, `now` is being recorded. The same unit twice in a row counts once. */
+struct zpp_sequence {
+    int *before, *now; /* unit indices */
+    size_t before_count, now_count;
+    size_t cursor;     /* what is needed next is before[cursor] */
+};
+
+struct zpp_trace {
+    struct zpp_sequence phases[ZPP_PHASES];
+    size_t capacity; /* of each array; what comes after it in a pass is not recorded */
+};
+
+/* --- exchanges (exchange.c) --------------------------------------------------------------------------------------- */
+/* What the descriptor ring's descriptors say. */
+enum { ZPP_DESC_REDUCE = 1, ZPP_DESC_COPY, ZPP_DESC_NORM, ZPP_DESC_STEP, ZPP_DESC_BUFFERS };
+
+/* The exchange under way; one at a time. Its bytes are its own, because a caller that is interrupted does not wait. */
+struct zpp_exchange {
+    zpp_zero *zero;
+    size_t board_offset_bytes; /* my place in the gradients' region, read by the peers */
+    size_t board_bytes;        /* its capacity */
+    unsigned char *all;        /* [ranks * bytes] */
+    uint64_t kind, pass, seq;
+    size_t bytes;
+    bool posted;
+    zpp_event *done;
+};
+
+/* The model's buffers. */
+struct zpp_buffers_board {
+    zpp_zero *zero;
+    zpp_region *region;    /* one host */
+    unsigned char *memory; /* several hosts, or nothing is reduced; else NULL */
+    size_t bytes;
+    uint64_t count, seq;   /* of messages; the last descriptor of mine */
+    bool posted;
+    zpp_event *done;
+};
+
+/* --- quantised copies and narrow gradients (wire.c) --------------------------------------------------------------- */
+struct zpp_wire {
+    struct zpp_quant_spec params, grads; /* bits 0: exact */
+    zpp_region *qcopies;                  /* PER_RANK: of my shards of sharded units */
+    size_t qcopies_bytes, scratch_bytes;
+    unsigned char *scratch; /* the quantised copy of one shard of a bucket */
+};
+
+/* --- gradients in a file (offload/grad_file.c) -------------------------------------------------------------------- */
+/* Part of the coordinator, for the store nvme (grad_store.h); `unit_file` NULL: shards are in memory. */
+struct zpp_grad_file {
+    zpp_unit_file *unit_file;
+    pthread_mutex_t lock; /* guards open_bytes, and what comes to memory or goes: reductions open, steps drop */
+    size_t open_bytes, bound_bytes;
+    bool keeps; /* this backward: what is reduced stays until it is dropped */
+    struct zpp_unit_grad *oldest, **newest; /* being written */
+    zpp_status status;                      /* the first failure */
+    struct zpp_err err;
+    struct zpp_aio_fault fault;
+};
+
+enum zpp_grad_file_state { ZPP_GRAD_FILE_ON_DISK, ZPP_GRAD_FILE_READING, ZPP_GRAD_FILE_LOADED, ZPP_GRAD_FILE_WRITING };
+
+/* --- the coordinator ---------------------------------------------------------------------------------------------- */
 struct zpp_zero {
     struct zpp_zero_options options;
     int rank, ranks;
@@ -94,5 +155,78 @@ static inline double zpp_grad_factor(const zpp_zero *zero, const struct zpp_unit
     if (unit->grad_dtype == ZPP_F64) return zero->grad_scale / ranks;
     return (double)((float)zero->grad_scale / (float)ranks);
 }
+
+/* --- parts of seal and destroy ------------------------------------------------------------------------------------ */
+zpp_status zpp_trace_init(struct zpp_trace *trace, int units, struct zpp_err *err);
+void zpp_trace_fini(struct zpp_trace *trace);
+zpp_status zpp_exchange_init(zpp_zero *zero, size_t board_offset_bytes, size_t board_bytes, struct zpp_err *err);
+void zpp_exchange_fini(zpp_zero *zero);
+void zpp_buffers_fini(zpp_zero *zero);
+/* What ranks tell each other, for messages; `ctx` is the zpp_zero. */
+void zpp_exchange_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t capacity);
+
+/* --- wire.c ------------------------------------------------------------------------------------------------------- */
+zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err);
+void zpp_wire_fini(zpp_zero *zero);
+
+/* True if gathers of sharded units are to read quantised copies. */
+bool zpp_wire_quantises_params(const zpp_zero *zero);
+/* An error where the unit's elements cannot be quantised. */
+zpp_status zpp_wire_check_unit(const struct zpp_unit *unit, struct zpp_err *err);
+/* Part of seal: a place for the quantised copy of this rank's shard, which peers read. make_qcopy fills it, after the
+ * shard was written. */
+zpp_status zpp_wire_add_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit);
+/* memory[elems] = the values of every rank's quantised copy of the unit. */
+void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory);
+
+/* Are gradients to travel as quantised copies? */
+bool zpp_wire_quantises_grads(const zpp_zero *zero);
+/* Between parameters lies what the memory held before, which must not widen the scale of a block. */
+void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
+/* Every shard of the unit's bucket becomes its quantised copy, at the front of the shard's place. */
+void zpp_wire_quantise_bucket(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket);
+/* Do the unit's gradients travel in fewer bits than they add in (and not as quantised copies)? */
+static inline bool zpp_wire_narrows(const struct zpp_unit *unit) {
+    return unit->wire_dtype != unit->grad_dtype;
+}
+/* Of one shard as it travels then. */
+static inline size_t zpp_wire_shard_bytes(const struct zpp_unit *unit) {
+    return unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
+}
+/* Every shard of the unit's bucket becomes its elements of wire_dtype, at the front of the shard's place. */
+void zpp_wire_narrow(const zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket);
+/* A copy of such a shard, until the next call. */
+const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *shard);
+/* Of the quantised copy of one shard. */
+size_t zpp_wire_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
+/* to = (sum of the quantised copies) * factor, or to += that; `elems` of dtype. */
+void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float factor, void *to, zpp_dtype dtype,
+                    bool accumulate, size_t elems);
+
+/* --- internode.c -------------------------------------------------------------------------------------------------- */
+static inline bool zpp_internode(const zpp_comm *comm) { return comm && zpp_comm_hosts(comm) > 1; }
+
+/* The number of the unit in its collectives: two models of one shape have two. */
+uint32_t zpp_internode_object(const zpp_zero *zero, const struct zpp_unit *unit);
+/* The same collective, with quantised elements. */
+void zpp_internode_quantise(struct zpp_call *call, const struct zpp_quant_spec *spec);
+/* Submit as unit->gather_work: the unit's shards into its memory, quantised on the way where unit->quantised. `before`
+ * (NULL: nothing) runs on the communicator's thread before the gather begins. */
+zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*before)(void *unit),
+                                struct zpp_err *err);
+/* placement.h's wait, for that gather. */
+zpp_status zpp_internode_gather_wait(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
+                                     struct zpp_err *err);
+/* The exact shards into the unit's memory; returns when they are there. */
+zpp_status zpp_internode_gather_now(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
+                                    struct zpp_err *err);
+/* AGAIN (`wait` NULL) while it runs; then its status, and *work is freed and NULL. */
+zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err);
+/* End what is under way, whatever its state, because what it reads and writes is about to go. */
+void zpp_internode_drop(zpp_comm *comm, zpp_work **work);
+/* A few bytes of every rank, with what they are for. */
+zpp_status zpp_internode_exchange(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
+                                  const struct zpp_wait *wait, struct zpp_err *err);
 
 #endif

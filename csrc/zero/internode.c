@@ -1,10 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See internode.h. What a collective reads and writes is borrowed until it is finished: units stay GATHERING and
- * buckets stay listed until then, as they do on one host until the peers have read them.
+ * The coordinator's collectives over several hosts, where no rank can read another's memory: they are submitted in
+ * program order (the same on every rank) and run on the communicator's progress thread. Each carries its unit, so that
+ * ranks whose paths differ get an error that says so. Bytes on the wire are those of zero.h, or of the quantised
+ * collectives (wire.c).
+ *
+ * What a collective reads and writes is borrowed until it is finished: units stay GATHERING and buckets stay listed
+ * until then, as they do on one host until the peers have read them.
+ *
+ * A reduction is two collectives: which parameters have gradients, and their sum. In stages 1 to 3 the sum is made as
+ * the communicator does it, first inside each host.
  */
-#include "internode.h"
+#include <stdlib.h>
+#include <string.h>
 
+#include "grad_store.h"
 #include "internal.h"
 
 enum { EXCHANGE_OBJECTS = ZPP_OBJECTS / 2 }; /* objects from here on are exchanges, below are units, from 1 on */
@@ -77,4 +87,153 @@ zpp_status zpp_internode_exchange(zpp_zero *zero, uint64_t kind, const void *min
                                    .elems = bytes,
                                    .object = zpp_comm_object(zero->number, EXCHANGE_OBJECTS + (uint32_t)kind) };
     return zpp_comm_call(zero->options.comm, &call, wait, err);
+}
+
+/* --- reductions --------------------------------------------------------------------------------------------------- */
+
+/* Memory of one reduction, in wire_dtype: the flags (a byte a parameter: has it a gradient; then a byte for
+ * each bit of origin.c), then (stages 1 to 3) the reduced shard, then what is sent where that is not the bucket itself:
+ * a narrower copy of it, or the zeros of a rank without a gradient. */
+static size_t flags_count(const struct zpp_unit *unit) { return unit->params + ZPP_ORIGIN_BITS; }
+
+static size_t flags_bytes(const struct zpp_unit *unit) { return (flags_count(unit) + 63) & ~(size_t)63; }
+
+static size_t reduced_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zero->options.stage == 0 ? 0 : zpp_wire_shard_bytes(unit);
+}
+
+static bool sends_copy(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    return zpp_wire_narrows(grad->unit) || (zero->options.stage > 0 && grad->empty);
+}
+
+static zpp_status make_memory(const zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    const size_t sent_bytes = sends_copy(zero, grad) ? unit->elems * zpp_dtype_bytes(unit->wire_dtype) : 0;
+    const size_t bytes = flags_bytes(unit) + reduced_bytes(zero, unit) + sent_bytes;
+    grad->internode_memory = calloc(1, bytes + 1);
+    if (grad->internode_memory) return ZPP_OK;
+    return zpp_fail(err, ZPP_NOMEM, "zero: no memory to reduce unit %s, %zu bytes", unit->name, bytes);
+}
+
+static unsigned char *reduced_shard(const struct zpp_unit_grad *grad) {
+    return grad->internode_memory + flags_bytes(grad->unit);
+}
+
+/* What this rank gives to the sum. */
+static unsigned char *sent(const zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket) {
+    const struct zpp_unit *unit = grad->unit;
+    if (!sends_copy(zero, grad)) return bucket;
+    unsigned char *copy = reduced_shard(grad) + reduced_bytes(zero, unit);
+    if (!grad->empty) zpp_convert(copy, unit->wire_dtype, bucket, unit->grad_dtype, unit->elems);
+    return copy;
+}
+
+static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    struct zpp_call call = {.dtype = unit->wire_dtype, .op = ZPP_AVG, .object = zpp_internode_object(zero, unit)};
+    if (zero->options.stage == 0) {
+        if (grad->empty) memset(grad->shard, 0, unit->elems * grad->elem_bytes);
+        call.coll = ZPP_COLL_ALL_REDUCE;
+        call.dst = sent(zero, grad, grad->shard);
+        call.elems = unit->elems;
+    } else {
+        call.coll = ZPP_COLL_REDUCE_SCATTER;
+        call.dst = reduced_shard(grad);
+        call.elems = unit->shard_elems;
+        if (zpp_wire_quantises_grads(zero)) {
+            if (!grad->empty) zpp_wire_clear_gaps(unit, bucket);
+            zpp_internode_quantise(&call, &zero->wire.grads);
+        }
+        call.src = sent(zero, grad, bucket);
+    }
+    return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->internode_sum, err);
+}
+
+static unsigned char *origin_flags(const struct zpp_unit_grad *grad) {
+    return grad->internode_memory + grad->unit->params;
+}
+
+static void flag_origin(const zpp_zero *zero, struct zpp_unit_grad *grad) {
+    origin_flags(grad)[zero->rank < ZPP_ORIGIN_BITS ? zero->rank : ZPP_ORIGIN_BITS - 1] = 1;
+}
+
+static void join_origins(const zpp_zero *zero, struct zpp_unit_grad *grad) {
+    uint64_t origins = 0;
+    for (int bit = 0; bit < ZPP_ORIGIN_BITS; bit++) origins |= (uint64_t)(origin_flags(grad)[bit] != 0) << bit;
+    zpp_origin_note(zero, grad, origins);
+}
+
+zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
+                                unsigned char *bucket, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    zpp_status status = make_memory(zero, grad, err);
+    if (status != ZPP_OK) return status;
+    if (!grad->empty) {
+        memcpy(grad->internode_memory, touched, unit->params);
+        if (zpp_origin_nonfinite_params(unit, bucket, unit->grad_dtype, 0, unit->elems)) flag_origin(zero, grad);
+    }
+    const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
+                                   .dtype = ZPP_U8,
+                                   .op = ZPP_MAX,
+                                   .dst = grad->internode_memory,
+                                   .elems = flags_count(unit),
+                                   .object = zpp_internode_object(zero, unit)};
+    status = zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->internode_flags, err);
+    return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
+}
+
+/* As add_shards of reduce_shm.c, with the sum made already. */
+static void add_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    const struct zpp_unit *unit = grad->unit;
+    const double factor = zpp_grad_factor(zero, unit, 1);
+    if (zero->options.stage == 0) {
+        const void *source = zpp_wire_narrows(unit) ? reduced_shard(grad) : grad->shard;
+        if (source != grad->shard || factor < 1.0 || factor > 1.0)
+            zpp_reduce_sources(grad->shard, unit->grad_dtype, false, &source, 1, unit->wire_dtype, unit->elems, factor);
+        return;
+    }
+    const void *source = reduced_shard(grad);
+    zpp_reduce_sources(grad->shard, unit->grad_dtype, zpp_reduce_accumulates(zero, grad), &source, 1, unit->wire_dtype,
+                       unit->shard_elems, factor);
+    zpp_bucket_add_carry(grad, grad->shard);
+}
+
+/* Which parameters have a gradient on any rank. False: none. */
+static bool merge_present(struct zpp_unit_grad *grad) {
+    const uint8_t *touched = grad->internode_memory;
+    bool any = false;
+    for (size_t i = 0; i < grad->unit->params; i++) {
+        any = any || touched[i];
+        grad->present[i] |= touched[i];
+    }
+    return any;
+}
+
+static zpp_status await_sum(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                            struct zpp_err *err) {
+    const struct zpp_grad_store *store = zero->store;
+    /* it is read while the sum is made */
+    zpp_status status = store->load ? store->load(zero, grad, wait, err) : ZPP_OK;
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
+    return status == ZPP_OK && store->load_wait ? store->load_wait(zero, grad, wait) : status;
+}
+
+zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native;
+    struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
+    zpp_zero *zero = grad->zero;
+    const struct zpp_grad_store *store = zero->store;
+    zpp_status status = await_sum(zero, grad, wait, err);
+    if (status != ZPP_OK) return status;
+    if (merge_present(grad)) {
+        status = store->acquire ? store->acquire(zero, grad, err) : ZPP_OK;
+        if (status != ZPP_OK) return status;
+        add_shard(zero, grad);
+        join_origins(zero, grad);
+        grad->has = grad->changed = true;
+    }
+    free(grad->internode_memory);
+    grad->internode_memory = NULL;
+    return store->complete ? store->complete(zero, grad, err) : ZPP_OK;
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See norm.h.
+ * The norm of the gradients that a step would use: step_plan.h.
  */
-#include "norm.h"
+#include "step_plan.h"
 
 #include <stdlib.h>
 

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * See origin.h.
+ * Whose gradient was not finite before it was added to those of the other ranks. The sum says only that somebody's was,
+ * and the rank that finds it out is the one that owns the shard.
+ *
+ * On one host the sum of a shard reports whether it met an infinite value or NaN (zpp_reduce_sources); only then does
+ * the shard's owner look at what the sum was made of. Over several hosts the owner never sees that, so each rank looks
+ * at its own gradient before it goes out.
  */
-#include "origin.h"
-
 #include <stdlib.h>
 
 #include "internal.h"

@@ -10,7 +10,6 @@
 
 #include "grad_store.h"
 #include "internal.h"
-#include "internode.h"
 
 static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -73,7 +72,7 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
         zero->units[zero->order[at]]->grad->mapping_offset_bytes += arena_bytes;
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the buckets of %d units", zero->order_count);
-    /* Behind them, the board of exchange.h: a norm, the name of its worst element and whose it was for each unit. */
+    /* Behind them, the board of exchange.c: a norm, the name of its worst element and whose it was for each unit. */
     const size_t board_bytes = round_up(24 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     const zpp_status status = zpp_exchange_init(zero, arena_bytes + mappings_bytes, board_bytes, err);
     if (status != ZPP_OK) return status;

@@ -5,9 +5,9 @@
  * Rank r adds shard r of all ranks' buckets, in rank order, in place: one read per byte.
  *
  * A bucket:   | gradient, elems of grad_dtype | touched, one byte a parameter |     (untouched parameters are zeros)
- * What travels in fewer bits (wire_dtype, or wire.h's quantised copies) is made of it in place, shard by shard.
+ * What travels in fewer bits (wire_dtype, or wire.c's quantised copies) is made of it in place, shard by shard.
  *
- * stages 2, 3   the shard is memory of its own, or in a file (grad_file.h); the bucket is given back once every peer
+ * stages 2, 3   the shard is memory of its own, or in a file (grad_file.c); the bucket is given back once every peer
  * has
  *               read it
  * stage 1       the bucket stays, and its own shard is the reduced one (4 + 12/N bytes a parameter need that)
@@ -65,7 +65,7 @@ struct zpp_unit_grad {
     uint64_t pass;
     uint64_t *peer_offsets; /* [ranks] */
     zpp_event *written, *done;
-    /* over several hosts (reduce_net.c) */
+    /* over several hosts (internode.c) */
     zpp_work *internode_flags, *internode_sum;
     unsigned char *internode_memory;
 
@@ -78,8 +78,8 @@ struct zpp_unit_grad {
         *carry; /* stage 1: the shard from before, while a second backward of the same step refills the bucket */
     uint8_t *present;     /* [params] */
     bool has;
-    uint64_t origins;     /* ranks whose gradients were not finite (origin.h) */
-    /* where it lives in a file (grad_file.h) */
+    uint64_t origins;     /* ranks whose gradients were not finite (origin.c) */
+    /* where it lives in a file (grad_file.c) */
     int file_index;            /* its number there */
     size_t unit_file_offset_bytes;
     int order_at;         /* its place in the order of reductions */
@@ -106,13 +106,13 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 
-enum { ZPP_POOLED_GRADS = 2 }; /* see grad_pooled.c */
+enum { ZPP_POOLED_GRADS = 2 }; /* see grad_memory.c */
 struct zpp_pooled_grad {
     void *memory; /* NULL: none */
     size_t bytes;
 };
 
-/* reduce_net.c: a unit's bucket goes out over several hosts, and the operation that ends it: the sum is in the shard.
+/* internode.c: a unit's bucket goes out over several hosts, and the operation that ends it: the sum is in the shard.
  * `arg` points at a struct zpp_unit_grad pointer. */
 zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
                                  unsigned char *bucket, struct zpp_err *err);
@@ -136,5 +136,34 @@ void zpp_bucket_list(zpp_zero *zero, struct zpp_unit_grad *grad);
 struct zpp_unit_grad *zpp_bucket_sweep(zpp_zero *zero);
 /* Add the gradient of the backward before, where that was kept: grad->carry, to the shard at `to`. */
 void zpp_bucket_add_carry(const struct zpp_unit_grad *grad, unsigned char *to);
+
+/* --- whose gradient was not finite (origin.c) --------------------------------------------------------------------- */
+/* A set of ranks: one bit each; the last one stands for rank 63 and all above. */
+enum { ZPP_ORIGIN_BITS = 64 };
+static inline uint64_t zpp_origin_bit(int rank) {
+    return (uint64_t)1 << (rank < ZPP_ORIGIN_BITS ? rank : ZPP_ORIGIN_BITS - 1);
+}
+
+/* Is any element infinite or NaN? Elements that are not floating point are finite. */
+bool zpp_origin_nonfinite(const void *data, zpp_dtype dtype, size_t elems);
+
+/* Of elements [begin, begin + elems) of the unit, which `data` has: those of parameters alone, since between them lies
+ * anything. */
+bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, zpp_dtype dtype, size_t begin,
+                                 size_t elems);
+
+/* What add_shards of reduce.c adds: `count` sources of ranks `from`, to `to`, which may be one of the sources. */
+struct zpp_sources {
+    const void *const *data;
+    const int *from;
+    int count;
+    double factor;
+    bool accumulate;
+};
+/* As zpp_reduce_sources, or zpp_wire_add where gradients travel as quantised copies. Returns the ranks whose elements
+ * were not finite, of those elements whose sum is not. */
+uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to);
+/* Keep what was found, for zpp_zero_origins; before `has` is set. */
+void zpp_origin_note(const zpp_zero *zero, struct zpp_unit_grad *grad, uint64_t origins);
 
 #endif

@@ -4,7 +4,7 @@
  * on cpu it is asked again and again until the slowest rank has posted. The rings' descriptors carry unit, pass and
  * length: where ranks disagree, nothing is added, and the error on both has what both sides did.
  *
- *   pack    the bucket in fewer bits, where gradients travel so (wire.h)
+ *   pack    the bucket in fewer bits, where gradients travel so (wire.c)
  *   post    this rank's descriptor: the peers may read the bucket
  *   load    the shard's memory, with what it has so far (grad_store.h)
  *   add     shard r of all ranks' buckets, in rank order
@@ -16,7 +16,6 @@
 
 #include "grad_store.h"
 #include "internal.h"
-#include "origin.h"
 
 #define NO_BUCKET UINT64_MAX
 

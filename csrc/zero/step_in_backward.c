@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "norm.h"
+#include "step_plan.h"
 
 enum { WRITES = 3 }; /* units whose shards are being written at once; more, and the backward waits */
 

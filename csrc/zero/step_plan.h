@@ -19,7 +19,6 @@
 #define ZPP_ZERO_STEP_PLAN_H
 
 #include "../ops/optim/optim.h"
-#include "no_master.h"
 #include "offload/optim_file.h"
 #include "zero.h"
 
@@ -79,6 +78,13 @@ const void *zpp_step_shard_grad(const struct zpp_step_shard *shard, const struct
 
 /* --- plans -------------------------------------------------------------------------------------------------------- */
 
+/* Adam on parameters in bf16 that have no fp32 copy. */
+struct zpp_no_master_piece {
+    struct zpp_optim_segment segment; /* param NULL; param_out: the parameter, in bf16, read and written */
+    uint64_t stream;                 /* number of the parameter in the model */
+    size_t first_elems;              /* place of the piece in its parameter */
+};
+
 /* New values in the back buffer, and the place in the shard that they are published to. `fill`: copy the shard's values
  * to the back buffer before the step. */
 struct zpp_delayed_copy {
@@ -117,8 +123,7 @@ struct zpp_step_plan {
     size_t flips_count, flips_capacity;
 };
 
-/* What `groups` have for each parameter group: rates, and which moments the update has (any address that is not NULL).
- */
+/* `groups` have the rates of each parameter group, and which moments the update has (any address that is not NULL). */
 /* A plan over all units that have gradients; counts a step of each parameter that is stepped. An error leaves nothing
  * to drop. */
 zpp_status zpp_step_plan_make(const struct zpp_stepper *stepper, const struct zpp_optim_segment *groups,
@@ -138,5 +143,29 @@ zpp_status zpp_step_plan_run(struct zpp_step_plan *plan, zpp_pool *pool, bool *i
  * between zpp_optim_file_backward_step_begin and _end. */
 zpp_status zpp_step_plan_run_unit(struct zpp_step_plan *plan, zpp_pool *pool, struct zpp_aio_fault *fault,
                                   struct zpp_err *err);
+
+/* As zpp_optim_step, all pieces one after the other. */
+void zpp_no_master_step(const struct zpp_no_master_piece *pieces, size_t count, float grad_scale, zpp_pool *pool);
+
+/* --- the norm (norm.c) -------------------------------------------------------------------------------------------- */
+/* The norm of the gradients that a step would use. Sums of squares are made in double for each unit and shard, and
+ * added in the order of units and ranks, so the norm has the same bits in every stage at equal numbers of ranks. */
+
+/* One shard of one unit. */
+struct zpp_shard_norm {
+    double squares;
+    int64_t bad_param; /* the first parameter whose gradient is not finite; -1: none */
+    uint64_t origins;  /* then: the ranks on which the unit's gradient was not finite before the sum (origin.c) */
+};
+
+/* The shard of a unit that this rank steps, whose gradient is in memory. */
+zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct zpp_shard_norm *out,
+                            struct zpp_err *err);
+/* Collective: norms[ranks * units], rank after rank. Gradients in a file are read once, from the last unit to the
+ * first: the order in which they are read ahead. */
+zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, const struct zpp_wait *wait,
+                           struct zpp_err *err);
+/* The sum of `squares`, in the order that this file promises. */
+double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ranks);
 
 #endif

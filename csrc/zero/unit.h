@@ -92,7 +92,7 @@ struct zpp_unit {
     unsigned char *shard; /* this rank's shard; readable always, or while open where it lives in a file */
     size_t region_offset_bytes;
     size_t range_offset_bytes; /* from zero->moving_base */
-    size_t qcopy_offset_bytes; /* of the shard's quantised copy: see wire.h */
+    size_t qcopy_offset_bytes; /* of the shard's quantised copy: see wire.c */
 
     /* gathering: the coordinator's thread only, by unit.c and the placement */
     enum zpp_unit_state state;
@@ -103,7 +103,7 @@ struct zpp_unit {
     bool kept_over_step; /* ... or the forward after a step inside the backward */
     bool stepping;       /* its shard is open, for a step inside the backward */
     int uses;            /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
-    bool quantised;      /* gathered quantised: see wire.h */
+    bool quantised;      /* gathered quantised: see wire.c */
     bool wants_exact;    /* the next gather is not to be */
     zpp_event *allocated, *ready;
     struct zpp_work *gather_work; /* over several hosts: the collective under way */

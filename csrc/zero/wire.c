@@ -1,9 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Quantised copies of shards, see wire.h.
+ * Shards and buckets in 8 or 4 bits (ZeRO++, Wang et al. 2023), read in place by the peers like the exact ones;
+ * blocks, scales and errors: ops/quant/quant.h, symmetric. A quantised copy of E elements: an fp32 scale a block, then
+ * the codes, w(E) = E * bits / 8 + 4 a block. Decisions: docs/design/0015.
+ *
+ *   parameters (qwZ)  Beside its shard each rank keeps the shard's quantised copy, written where shards are written
+ *   (the step),
+ *                     so a step quantises once for its two gathers. A gather reads quantised copies, its own too: every
+ *                     rank computes with the same bits. The shards, which the optimizer updates, stay exact.
+ *   gradients (qgZ)   A bucket is quantised shard by shard, in place, before the peers hear of it; rank r adds the
+ *                     quantised copies of shard r in fp32, in rank order: one quantisation, because one host is one
+ *                     hop.
+ *
+ * Bytes read per rank and step: (N - 1) w(shard) a gather and a reduction, in place of (N - 1) * shard bytes.
+ *
+ * Gradients that add in fp32 and travel in 16 bits (a unit's wire_dtype) are rounded to nearest in place in the same
+ * manner, and added in fp32. Over several hosts they are rounded to a copy (internode.c).
+ *
+ * Over several hosts both are the quantised collectives of the communicator (comm/tcp/hier_quant.c), which quantise
+ * at each gather and add as qgZ does: inside each host, quantised again, then over hosts. With one rank a host the bits
+ * are the same as here.
  */
-#include "wire.h"
-
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>

@@ -11,7 +11,6 @@
 
 #include "grad_store.h"
 #include "internal.h"
-#include "internode.h"
 #include "placement.h"
 
 /* The one place that chooses; what differs is in the tables (placement.h). */

@@ -82,12 +82,12 @@ void zpp_zero_destroy(zpp_zero *zero);
 /* Units in the same order on every rank. `*index` counts from 0. Before seal. */
 zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, int *index, struct zpp_err *err);
 /* What travels in 8 or 4 bits, in blocks of block_elems (0: exactly): gathered sharded units at stage 3, reduced
- * gradients at stages 2 and 3; see wire.h. Before units are added. */
+ * gradients at stages 2 and 3; see wire.c. Before units are added. */
 zpp_status zpp_zero_set_wire(zpp_zero *zero, int params_bits, int grads_bits, size_t block_elems, struct zpp_err *err);
 /* hpZ over several hosts: `intranode` is a communicator of this host's ranks in the order of their ranks, borrowed
  * until destroy; as many on each host. See placement/sharded_net.c. Before seal. */
 zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *intranode, struct zpp_err *err);
-/* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (grad_file.h). Stages 2
+/* `fraction` of the reduced gradients, above 0 and at most 1, live in a file of this rank's own (grad_file.c). Stages 2
  * and 3. Before units are added. */
 zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct zpp_err *err);
 /* Units in a file are kept in 8 or 4 bits, for a model that is only read (unit_file.h); before units are added. Of a
@@ -190,7 +190,7 @@ zpp_status zpp_zero_grads_settle(zpp_zero *zero, struct zpp_aio_fault *fault, st
 /* Elements of this rank's shard to (write: from) `memory`. */
 zpp_status zpp_zero_grad_copy(zpp_zero *zero, int unit, size_t first, size_t elems, void *memory, bool write,
                               struct zpp_aio_fault *fault, struct zpp_err *err);
-/* The model's buffers (buffers.c). Collective, once, after seal: memory for `count` buffers. */
+/* The model's buffers (exchange.c). Collective, once, after seal: memory for `count` buffers. */
 zpp_status zpp_zero_make_buffers(zpp_zero *zero, const size_t *bytes, size_t count, struct zpp_err *err);
 struct zpp_buffer {
     void *data; /* borrowed; NULL: not there, and left alone */
@@ -206,7 +206,7 @@ unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
  * is 0; what lies between parameters is undefined. Until the next backward or clear. NULL: none. */
 const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **touched);
 /* Ranks on which the unit's gradient was not finite before the last sum, one bit each, the last for rank 63 and above
- * (origin.h). Stages 1 to 3: as far as this rank's shard tells. */
+ * (origin.c). Stages 1 to 3: as far as this rank's shard tells. */
 uint64_t zpp_zero_origins(const zpp_zero *zero, int unit);
 /* True if gradients are given to zpp_zero_grad; else (one rank, memory) they stay with the caller. */
 bool zpp_zero_takes_grads(const zpp_zero *zero);
@@ -233,7 +233,7 @@ void zpp_zero_keep_grads(zpp_zero *zero);
 bool zpp_zero_loads_grads(const zpp_zero *zero); /* true if that may have to wait for a file */
 zpp_status zpp_zero_grad_load(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 
-/* --- step (step.c) ------------------------------------------------------------------------------------------------ */
+/* --- step (exchange.c) -------------------------------------------------------------------------------------------- */
 /* Collective: returns when no rank reads parameters any more, so that shards may be written. `vote` travels along:
  * votes[ranks] (may be NULL) receives what every rank gave. */
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,

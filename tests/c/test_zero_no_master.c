@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/zero/no_master.h"
+#include "../../csrc/zero/step_plan.h"
 
 enum { ELEMS = 5000, CUT = 5 * ZPP_MOMENTS_BLOCK_ELEMS, STEPS = 4 };
 

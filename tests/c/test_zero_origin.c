@@ -6,7 +6,6 @@
 #include <math.h>
 
 #include "../../csrc/zero/internal.h"
-#include "../../csrc/zero/origin.h"
 #include "harness.h"
 
 enum { PARAMS = 3, RANKS = 3, ELEMS = 65536 + 96, GAP = 20, NOWHERE = ELEMS };

@@ -15,7 +15,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../../csrc/zero/norm.h"
+#include "../../csrc/zero/step_plan.h"
 #include "../../csrc/zero/step_delayed.h"
 #include "../../csrc/zero/step_in_backward.h"
 #include "store_table.h"

@@ -1,9 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How reduced shards come from their file and go back. See grad_file.h.
+ * Gradients in a tier: the reduced shards of stages 2 and 3 live in a scratch file, come to memory to be added to, and
+ * go again (ZeRO-Infinity, arXiv:2104.07857, section 5). One rank, whose gradients are not reduced, adds them to its
+ * shards parameter by parameter.
+ *
+ *   ON_DISK --load--> READING --load_wait--> LOADED --add, complete--> WRITING --> ON_DISK
+ *            \--- no gradient yet ----------/
+ *
+ * All shards lie in one mapping of this rank's own (unit_file.h), at pages; a fraction of them, the resident bytes,
+ * stays in memory. Units are reduced in one order that is known beforehand, so the next shards are read while this one
+ * is added to. What is open or being written is bounded; where the disk is slower than the backward, reductions wait,
+ * and buckets with them. Bytes a backward: all written; from the second one of a step on all read, too. The step reads
+ * them beside the states (struct zpp_step_files).
+ *
+ * A read or write that fails does not end a backward, on which the other ranks wait: it is kept, nothing goes to the
+ * file any more, and zpp_zero_grads_settle tells, before a norm or a step. Clearing all gradients forgets it.
+ *
+ * A backward whose units are stepped inside it keeps what is reduced LOADED, until the step has read it and drops it:
+ * the last sum of a step is never written. That is the one call that may come while other units are reduced.
+ *
+ * With delayed steps (step_delayed.h) each shard has two places, one after the other: the step reads the one that it
+ * took, while backward fills the other.
+ *
+ * Threads: the reduce stream's while reductions are under way, else the coordinator's; drop from the latter always.
  */
-#include "grad_file.h"
-
 #include <string.h>
 
 #include "../../comm/reduce.h"

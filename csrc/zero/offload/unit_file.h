@@ -132,7 +132,7 @@ size_t zpp_unit_file_run(const zpp_unit_file *unit_file, const void *address, si
 /* What of a step lies in files, each in one of its own; NULL: in memory. */
 struct zpp_step_files {
     zpp_unit_file *params;
-    zpp_unit_file *grads; /* see grad_file.h */
+    zpp_unit_file *grads; /* see grad_file.c */
     bool next;        /* parameters are written to the units' next copies (zpp_unit_file_double_buffer) */
 };
 /* Windows: segments whose parameters or gradients are in a file are stepped in buffers instead, ZPP_UNIT_FILE_WINDOWS

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Parameters in a file over several hosts: the ranks of a host have no file in common, because gathers are collectives
- * of all ranks (internode.h). Each rank has a file of its own with its shards, one mapping for them (unit_file.h), and
+ * of all ranks (internode.c). Each rank has a file of its own with its shards, one mapping for them (unit_file.h), and
  * a range of addresses in which units are whole, as sharded units have:
  *
  *   gather  the shard's memory is opened and its read begins; the all-gather goes into the queue at once, at its place
@@ -19,7 +19,6 @@
 #include <string.h>
 
 #include "../internal.h"
-#include "../internode.h"
 
 static bool is_held(const zpp_zero *zero, const struct zpp_unit *unit) {
     return zpp_unit_file_is_held(zero->unit_file, unit->file_index);

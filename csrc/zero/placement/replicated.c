@@ -8,7 +8,6 @@
 #include <string.h>
 
 #include "../internal.h"
-#include "../internode.h"
 
 static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     (void)err;

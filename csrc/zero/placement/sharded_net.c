@@ -12,15 +12,14 @@
  *                             micro-steps, evaluation
  *
  * Memory: 1/L of every unit besides its 1/N shard. Network bytes a step: Psi in place of 2 Psi for parameters. All
- * ranks gather in one program order (internode.h), so all hold a part, or none does. Where parameters travel quantised
- * (wire.h) the parts hold the rounded values, which all ranks compute with.
+ * ranks gather in one program order (internode.c), so all hold a part, or none does. Where parameters travel quantised
+ * (wire.c) the parts hold the rounded values, which all ranks compute with.
  */
 #include "../placement.h"
 
 #include <string.h>
 
 #include "../internal.h"
-#include "../internode.h"
 
 static size_t part_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
     return zpp_unit_bytes(unit) / (size_t)zpp_comm_ranks(zero->intranode);

@@ -3,7 +3,7 @@
 
 Every rank's forward changes them by its own batch, so that the ranks would evaluate with different statistics. At the start of a forward
 all ranks take rank 0's, where the forward before it built a graph outside of ``no_sync``: DDP's rule, to the bit. One message holds all of
-them (csrc/zero/buffers.c).
+them (csrc/zero/exchange.c).
 """
 
 from __future__ import annotations

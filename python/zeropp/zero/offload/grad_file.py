@@ -3,7 +3,7 @@
 
 This rank's reduced gradients live in one scratch file. Backward writes a unit's shard when its gradients are complete,
 and from the second backward of a step on reads it ahead, adds to it and writes it again; the step reads it beside the
-states (csrc/zero/offload/grad_file.h). Everything else asks for shards here: clipping by value, ``zeropp.get_full``,
+states (csrc/zero/offload/grad_file.c). Everything else asks for shards here: clipping by value, ``zeropp.get_full``,
 ``gathered(grads=True)``.
 """
 

@@ -5,7 +5,7 @@ section 5.2). docs/design/0023.
 After N exact steps, the update with the gradients of one pass runs in a thread of its own while the next pass computes, so a
 pass computes with the weights of the step before last. ``optimizer.step()`` gives the model what the thread made, and begins the
 next update; whatever keeps or shows all of the training flushes first. Parameters and gradients that live in files have a second
-place there (csrc/zero/offload/unit_file.h, grad_file.h).
+place there (csrc/zero/offload/unit_file.h, grad_file.c).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from zeropp.errors import Error
 
 _log = logging.getLogger("zeropp")
 _LAST_BIT = 63
-"""The bit of this rank stands for all ranks above, too (csrc/zero/origin.h)."""
+"""The bit of this rank stands for all ranks above, too (csrc/zero/origin.c)."""
 
 
 class NoScaler:
