@@ -91,8 +91,8 @@ zpp_status zpp_stream_fill(zpp_stream *stream, void *dst, unsigned char byte, si
 /* --- counters: order between ranks without a host that waits ------------------------------------------------------
  * A counter is an aligned uint64_t in host memory that is pinned on the device, often in a region of all ranks. One
  * stream writes it. Any stream of any rank waits for it. The comparison is cyclic: `value` is reached when
- * (int64_t)(counter - value) >= 0, so a wait is released by ZPP_STREAM_COUNTER_RELEASED more than any value in use, not by the
- * largest number.
+ * (int64_t)(counter - value) >= 0. So a wait is released by ZPP_STREAM_COUNTER_RELEASED more than any value in use, and
+ * not by the largest number.
  *
  * Streams of one GPU may share a hardware queue. A rank therefore enqueues its own signals before the awaits of peers'
  * signals that answer them; in the other order one queue waits for itself. */

@@ -70,6 +70,15 @@ void zpp_cuda_count(struct zpp_cuda_device *cuda, enum zpp_cuda_use use, ptrdiff
 zpp_status zpp_cuda_fail_alloc(struct zpp_cuda_device *cuda, CUresult result, const char *what, size_t bytes,
                             struct zpp_err *err);
 
+/* --- wrap_cuda.c -------------------------------------------------------------------------------------------------- */
+zpp_status zpp_cuda_map_grain(zpp_device *device, size_t *bytes, struct zpp_err *err);
+zpp_status zpp_cuda_map_wrapped(zpp_device *device, size_t address_bytes, size_t memory_bytes, struct zpp_mapping *out,
+                                struct zpp_err *err);
+void zpp_cuda_unmap_wrapped(zpp_device *device, struct zpp_mapping *mapping);
+/* The properties of memory of this device; `exported`: which other processes may map. */
+CUmemAllocationProp zpp_cuda_properties(const struct zpp_cuda_device *cuda, bool exported);
+CUmemAccessDesc zpp_cuda_access(const struct zpp_cuda_device *cuda);
+
 /* --- device_cuda_stream.c ----------------------------------------------------------------------------------------- */
 zpp_status zpp_cuda_stream_create(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
                                   const char *name, zpp_stream **out, struct zpp_err *err);

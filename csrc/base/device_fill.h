@@ -8,6 +8,13 @@
 
 #include "device.h"
 
+/* Memory that is mapped again and again. */
+struct zpp_mapping {
+    void *base;
+    size_t address_bytes, memory_bytes, grain_bytes;
+    uint64_t *handles; /* of the device, one a grain of memory; NULL on cpu */
+};
+
 struct zpp_device_fill {
     const char *name;
     enum zpp_device_kind kind;
@@ -17,6 +24,13 @@ struct zpp_device_fill {
 
     zpp_status (*pin)(zpp_device *device, void *memory, size_t bytes, struct zpp_err *err);
     void (*unpin)(zpp_device *device, void *memory);
+
+    /* Map `memory_bytes` of new memory end to end over `address_bytes` of new addresses; wrap.h. Both are multiples of
+     * map_grain, and memory_bytes <= address_bytes. */
+    zpp_status (*map_grain)(zpp_device *device, size_t *bytes, struct zpp_err *err);
+    zpp_status (*map_wrapped)(zpp_device *device, size_t address_bytes, size_t memory_bytes, struct zpp_mapping *out,
+                              struct zpp_err *err);
+    void (*unmap_wrapped)(zpp_device *device, struct zpp_mapping *mapping);
 
     zpp_status (*stream_create)(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
                                 const char *name, zpp_stream **out, struct zpp_err *err);

@@ -56,6 +56,10 @@ void zpp_host_device_fini(struct zpp_host_device *device);
 /* Functions for the table of the device. */
 zpp_status zpp_host_pin(zpp_device *device, void *memory, size_t bytes, struct zpp_err *err);
 void zpp_host_unpin(zpp_device *device, void *memory);
+zpp_status zpp_host_map_grain(zpp_device *device, size_t *bytes, struct zpp_err *err);
+zpp_status zpp_host_map_wrapped(zpp_device *device, size_t address_bytes, size_t memory_bytes, struct zpp_mapping *out,
+                                struct zpp_err *err);
+void zpp_host_unmap_wrapped(zpp_device *device, struct zpp_mapping *mapping);
 zpp_status zpp_host_stream_create(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
                                   const char *name, zpp_stream **out, struct zpp_err *err);
 void zpp_host_stream_destroy(zpp_stream *stream);
