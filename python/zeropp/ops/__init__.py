@@ -189,26 +189,6 @@ def register() -> None:
     _registered = True
 
 
-def _fake_adam_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    param_outs: list[Tensor],
-    steps: list[int],
-    *rates: float,
-) -> None:
-    name = "zeropp.ops.adam_step_"
-    checks.fake_check_step(name, params, grads, param_outs)
-    checks.fake_check_like(name, "exp_avgs", exp_avgs, params, checks.FP32)
-    checks.fake_check_like(name, "exp_avg_sqs", exp_avg_sqs, params, checks.FP32)
-    if max_exp_avg_sqs:
-        checks.fake_check_like(name, "max_exp_avg_sqs", max_exp_avg_sqs, params, checks.FP32)
-    if len(steps) != len(params):
-        raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")
-
-
 def _fake_norm_squares(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     for index, tensor in enumerate(tensors):
         checks.fake_check("zeropp.ops.norm_squares", f"tensors[{index}]", tensor, checks.FLOATS)
@@ -216,7 +196,7 @@ def _fake_norm_squares(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.empty(size, dtype=torch.float64, device=device), torch.empty(size, dtype=torch.int64, device=device)
 
 
-_FAKES: dict[str, Callable[..., Any]] = {"adam_step_": _fake_adam_step, "norm_squares": _fake_norm_squares}
+_FAKES: dict[str, Callable[..., Any]] = {"norm_squares": _fake_norm_squares}
 for _area in (_optimizers, _lamb, _quant, _onebit, _onebit_steps, _moe, _sparse_attention, _tokens, _fp8, _moments):
     _FAKES.update(_area.FAKES)
 _GRADIENTS = {**_moe.GRADIENTS, **_sparse_attention.GRADIENTS, **_tokens.GRADIENTS}

@@ -163,11 +163,3 @@ def fake_check_like(
         raise ValueError(f"{name}: {argument} has {len(tensors)} tensors, wanted {len(params)} as in params")
     for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
         fake_check(name, f"{argument}[{index}]", tensor, dtypes, param.numel())
-
-
-def fake_check_step(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], param_outs: Sequence[Tensor]) -> None:
-    """Check the arguments that every optimizer's step has beside its states, in a fake kernel."""
-    fake_check_like(name, "params", params, params, FP32)
-    fake_check_like(name, "grads", grads, params, FLOATS)
-    if param_outs:
-        fake_check_like(name, "param_outs", param_outs, params, FLOATS)

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeropp.ops import checks
 from zeropp.ops import moments as _moments
+from zeropp.ops.optimizers import fake_step
 
 __all__ = ["lamb_moments_", "lamb_step_"]
 
@@ -139,46 +142,10 @@ def _sums(params: Sequence[Tensor]) -> Tensor:
     return torch.empty(len(params), 2, dtype=torch.float64, device=device)
 
 
-def _fake_low(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    scales: list[Tensor],
-    param_outs: list[Tensor],
-    steps: list[int],
-    *rates: float,
-) -> None:
-    checks.fake_check_step(_NAME, params, grads, param_outs)
-    _moments.fake_check_low(_NAME, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, params, scales)
-
-
-def _fake(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    param_outs: list[Tensor],
-    steps: list[int],
-    *rates: float,
-) -> None:
-    checks.fake_check_step(_NAME, params, grads, param_outs)
-    checks.fake_check_like(_NAME, "exp_avgs", exp_avgs, params, checks.FP32)
-    checks.fake_check_like(_NAME, "exp_avg_sqs", exp_avg_sqs, params, checks.FP32)
-
-
-def _fake_moments(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[int],
-    *rates: object,
-) -> Tensor:
-    checks.fake_check_step(_MOMENTS, params, grads, [])
-    checks.fake_check_like(_MOMENTS, "exp_avgs", exp_avgs, params, checks.FP32)
-    checks.fake_check_like(_MOMENTS, "exp_avg_sqs", exp_avg_sqs, params, checks.FP32)
+def _fake_moments(params: list[Tensor], *rest: Any) -> Tensor:
+    fake_step("lamb_moments_", params, *rest)
     return _sums(params)
 
 
-FAKES = {"lamb_moments_": _fake_moments, "lamb_step_": _fake, "lamb_step_low_": _fake_low}
+_STEPS = ("lamb_step_", "lamb_step_low_")
+FAKES = {"lamb_moments_": _fake_moments, **{op: functools.partial(fake_step, op) for op in _STEPS}}

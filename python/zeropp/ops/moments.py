@@ -149,23 +149,4 @@ def fake_check_places(name: str, places: list[int], params: list[Tensor]) -> lis
     return places[2::3]
 
 
-def _fake_adam_step_low(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    scales: list[Tensor],
-    param_outs: list[Tensor],
-    steps: list[int],
-    *rates: float,
-) -> None:
-    name = "zeropp.ops.adam_step_"
-    moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
-    checks.fake_check_step(name, params, grads, param_outs)
-    fake_check_low(name, moments, params, scales)
-    if len(steps) != len(params):
-        raise ValueError(f"{name}: steps has {len(steps)} numbers, wanted {len(params)} as params has tensors")
-
-
-FAKES = {"moments_encode_": _fake_encode, "moments_decode_": _fake_decode, "adam_step_low_": _fake_adam_step_low}
+FAKES = {"moments_encode_": _fake_encode, "moments_decode_": _fake_decode}

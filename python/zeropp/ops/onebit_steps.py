@@ -4,12 +4,15 @@ csrc/ops/onebit_lamb/onebit_lamb.h."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeropp.ops import checks
+from zeropp.ops.optimizers import fake_step
 
 __all__ = ["frozen_adam_step_", "onebit_lamb_fresh_", "zero_one_adam_step_"]
 
@@ -59,21 +62,6 @@ def frozen_adam_step_(
         return  # without a tensor there is no device to dispatch on
     arguments = [*map(list, lists.values()), steps, sizes, decays, beta2, all_eps]
     checks.call(_FROZEN, torch.ops.zeropp.frozen_adam_step_.default, arguments, [*params, *param_outs])
-
-
-def _fake_frozen(
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    param_outs: list[Tensor],
-    variance_steps: list[int],
-    *rates: float,
-) -> None:
-    checks.fake_check_like(_FROZEN, "params", params, params, checks.FP32)
-    checks.fake_check_like(_FROZEN, "exp_avgs", exp_avgs, params, checks.FP32)
-    checks.fake_check_like(_FROZEN, "exp_avg_sqs", exp_avg_sqs, params, checks.FP32)
-    if param_outs:
-        checks.fake_check_like(_FROZEN, "param_outs", param_outs, params, checks.FLOATS)
 
 
 def zero_one_adam_step_(
@@ -132,25 +120,6 @@ def zero_one_adam_step_(
     arguments = [*map(list, lists.values()), steps, sizes, decays, beta1, beta2, all_eps, grad_scale]
     written = [*params, *exp_avgs, *moved, *anchors, *param_outs]
     checks.call(_ZERO_ONE, torch.ops.zeropp.zero_one_adam_step_.default, arguments, written)
-
-
-def _fake_zero_one(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    moved: list[Tensor],
-    anchors: list[Tensor],
-    param_outs: list[Tensor],
-    variance_steps: list[int],
-    *rates: float,
-) -> None:
-    checks.fake_check_step(_ZERO_ONE, params, grads, param_outs)
-    checks.fake_check_like(_ZERO_ONE, "exp_avgs", exp_avgs, params, checks.FP32)
-    checks.fake_check_like(_ZERO_ONE, "exp_avg_sqs", exp_avg_sqs, params, checks.FP32)
-    for argument, tensors in (("moved", moved), ("anchors", anchors)):
-        if tensors:
-            checks.fake_check_like(_ZERO_ONE, argument, tensors, params, checks.FP32)
 
 
 def onebit_lamb_fresh_(
@@ -220,18 +189,10 @@ def _results(params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return sums, torch.empty(count, dtype=torch.float32, device=device)
 
 
-def _fake_lamb(
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    befores: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    fresh_sqs: list[Tensor],
-    *numbers: object,
-) -> tuple[Tensor, Tensor]:
-    lists = {"exp_avgs": exp_avgs, "befores": befores, "exp_avg_sqs": exp_avg_sqs, "fresh_sqs": fresh_sqs}
-    for argument, tensors in {"params": params, **lists}.items():
-        checks.fake_check_like(_LAMB, argument, tensors, params, checks.FP32)
+def _fake_lamb(params: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+    fake_step("onebit_lamb_fresh_", params, *rest)
     return _results(params)
 
 
-FAKES = {"frozen_adam_step_": _fake_frozen, "zero_one_adam_step_": _fake_zero_one, "onebit_lamb_fresh_": _fake_lamb}
+_STEPS = ("frozen_adam_step_", "zero_one_adam_step_")
+FAKES = {"onebit_lamb_fresh_": _fake_lamb, **{op: functools.partial(fake_step, op) for op in _STEPS}}

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,98 +205,43 @@ def _step(
     checks.call(name, getattr(torch.ops.zeropp, op).default, arguments, written)
 
 
-def _fake_step(
-    name: str, params: list[Tensor], grads: list[Tensor], states: list[Tensor], states_name: str, outs: list[Tensor]
-) -> None:
-    checks.fake_check_step(name, params, grads, outs)
-    if states or states_name != "momentum_buffers":
-        checks.fake_check_like(name, states_name, states, params, checks.FP32)
+_OPTIONAL = ("max_exp_avg_sqs", "momentum_buffers", "moved", "anchors")
+"""Lists of states that may be empty."""
 
 
-def _fake_lion(
-    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], param_outs: list[Tensor], *rates: float
-) -> None:
-    _fake_step("zeropp.ops.lion_step_", params, grads, exp_avgs, "exp_avgs", param_outs)
+@functools.cache
+def _arguments_of(op: str) -> tuple[list[str], list[str]]:
+    """Return the names of an operator's arguments, and of those that are lists of states, from its schema."""
+    arguments = getattr(torch.ops.zeropp, op).default._schema.arguments
+    lists = [argument.name for argument in arguments if str(argument.type) == "List[Tensor]"]
+    others = ("params", "grads", "scales", "param_outs")
+    return [argument.name for argument in arguments], [name for name in lists if name not in others]
 
 
-def _fake_adagrad(
-    params: list[Tensor],
-    grads: list[Tensor],
-    state_sums: list[Tensor],
-    param_outs: list[Tensor],
-    steps: list[int],
-    *rates: float,
-) -> None:
-    _fake_step("zeropp.ops.adagrad_step_", params, grads, state_sums, "state_sums", param_outs)
+def fake_step(op: str, *arguments: Any) -> None:
+    """Check the arguments of a step in a fake kernel, which finds them by the names of the schema, as C does."""
+    name = "zeropp.ops." + op.replace("_low_", "_")
+    names, states = _arguments_of(op)
+    given = dict(zip(names, arguments, strict=True))
+    params: list[Tensor] = given["params"]
+    checks.fake_check_like(name, "params", params, params, checks.FP32)
+    if "grads" in given:
+        checks.fake_check_like(name, "grads", given["grads"], params, checks.FLOATS)
+    if given.get("param_outs"):
+        checks.fake_check_like(name, "param_outs", given["param_outs"], params, checks.FLOATS)
+    if "scales" in given:
+        firsts = _moments.fake_check_places(name, given["places"], params) if "places" in given else ()
+        _moments.fake_check_low(name, {state: given[state] for state in states}, params, given["scales"], firsts)
+    else:
+        for state in states:
+            if given[state] or state not in _OPTIONAL:
+                checks.fake_check_like(name, state, given[state], params, checks.FP32)
+    for steps in {"steps", "variance_steps"} & given.keys():
+        if len(given[steps]) != len(params):
+            raise ValueError(
+                f"{name}: {steps} has {len(given[steps])} numbers, wanted {len(params)} as params has tensors"
+            )
 
 
-def _fake_sgd(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor],
-    param_outs: list[Tensor],
-    steps: list[int],
-    *rates: float,
-) -> None:
-    _fake_step("zeropp.ops.sgd_step_", params, grads, momentum_buffers, "momentum_buffers", param_outs)
-
-
-def _fake_low(
-    name: str,
-    states_name: str,
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[Tensor],
-    scales: list[Tensor],
-    param_outs: list[Tensor],
-    places: list[int],
-) -> None:
-    checks.fake_check_step(name, params, grads, param_outs)
-    firsts = _moments.fake_check_places(name, places, params)
-    _moments.fake_check_low(name, {states_name: states}, params, scales, firsts)
-
-
-def _fake_lion_low(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    scales: list[Tensor],
-    param_outs: list[Tensor],
-    places: list[int],
-    *rates: float,
-) -> None:
-    _fake_low("zeropp.ops.lion_step_", "exp_avgs", params, grads, exp_avgs, scales, param_outs, places)
-
-
-def _fake_adagrad_low(
-    params: list[Tensor],
-    grads: list[Tensor],
-    state_sums: list[Tensor],
-    scales: list[Tensor],
-    param_outs: list[Tensor],
-    places: list[int],
-    *rates: float,
-) -> None:
-    _fake_low("zeropp.ops.adagrad_step_", "state_sums", params, grads, state_sums, scales, param_outs, places)
-
-
-def _fake_sgd_low(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor],
-    scales: list[Tensor],
-    param_outs: list[Tensor],
-    places: list[int],
-    *rates: float,
-) -> None:
-    _fake_low("zeropp.ops.sgd_step_", "momentum_buffers", params, grads, momentum_buffers, scales, param_outs, places)
-
-
-FAKES = {
-    "lion_step_": _fake_lion,
-    "adagrad_step_": _fake_adagrad,
-    "sgd_step_": _fake_sgd,
-    "lion_step_low_": _fake_lion_low,
-    "adagrad_step_low_": _fake_adagrad_low,
-    "sgd_step_low_": _fake_sgd_low,
-}
+_STEPS = ("adam_step_", "lion_step_", "adagrad_step_", "sgd_step_")
+FAKES = {op: functools.partial(fake_step, op) for op in (*_STEPS, *(f"{step}low_" for step in _STEPS))}
