@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Collectives on CUDA memory over a driver and an NCCL made for the test (lib_fake_gpu.c); ranks are threads. What only
- * GPUs can show is not shown here.
+ * Collectives on CUDA memory over the simulated GPU and its NCCL; ranks are threads. What only GPUs can show is not
+ * shown here.
  */
 #include <time.h>
 
 #include "../../csrc/comm/nccl/nccl.h"
 #include "../../csrc/comm/nccl/nccl_api.h"
-#include "beside.h"
-#include "fake_gpu.h"
 #include "placed.h"
+#include "sim_gpu.h"
 
 enum { ELEMS = 1000, RANKS = 3 };
 static const struct zpp_wait ten_seconds = {10000000000u, NULL, NULL};
 static const uint64_t SHORT_NS = 1000000000u, LONG_NS = 60000000000u;
-static struct fake_gpu *fake;
+static struct sim_faults *faults;
+static int64_t aborts_before;
 
 struct gpu { /* of one rank */
     zpp_device *device;
@@ -162,15 +162,17 @@ static void every_body(struct test_rank *me) {
 }
 
 static void nothing_is_left(int aborts) {
-    CHECK_EQUAL(fake->objects, 0);
-    CHECK_EQUAL(fake->comms, 0);
-    CHECK_EQUAL(fake->aborts, aborts);
-    fake->aborts = 0;
+    const struct sim_counts counts = sim_gpu_counts();
+    CHECK_EQUAL(counts.streams, 0);
+    CHECK_EQUAL(counts.events, 0);
+    CHECK_EQUAL(counts.comms, 0);
+    CHECK_EQUAL(counts.aborts - aborts_before, aborts);
+    aborts_before = counts.aborts;
 }
 
 static void every_collective(void) {
-    for (fake->late_launch = 0; fake->late_launch < 2; fake->late_launch++) run_ranks(RANKS, every_body, NULL);
-    fake->late_launch = 0;
+    for (faults->late_launch = 0; faults->late_launch < 2; faults->late_launch++) run_ranks(RANKS, every_body, NULL);
+    faults->late_launch = 0;
     run_hosts("aab", every_body, NULL);
     nothing_is_left(0);
 }
@@ -180,7 +182,10 @@ static void streams_body(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct gpu gpu;
     open_gpu(me, &gpu);
-    float given[2] = {(float)me->rank, 1}, tensor[2] = {-1, -1}, more[2] = {2, 3}, result[2] = {-1, -1};
+    void *memory;
+    CHECK_OK(zpp_device_alloc(gpu.device, 8 * sizeof(float), &memory, &err));
+    float *tensor = memory, *more = tensor + 2, *result = tensor + 4, given[2] = {(float)me->rank, 1};
+    more[0] = 2, more[1] = 3;
     zpp_nccl_work *work;
     const struct zpp_call calls[] = {
         {.coll = ZPP_COLL_ALL_REDUCE, .dtype = ZPP_F32, .op = ZPP_SUM, .dst = tensor, .elems = 2},
@@ -189,16 +194,22 @@ static void streams_body(struct test_rank *me) {
     CHECK_OK(zpp_stream_copy(gpu.caller, tensor, given, sizeof given, &err));
     CHECK_OK(zpp_nccl_submit(gpu.nccl, calls, 2, gpu.native, &ten_seconds, &work, &err));
     CHECK_OK(zpp_nccl_work_order(work, gpu.native, &err));
-    CHECK_OK(zpp_stream_copy(gpu.caller, result, tensor, sizeof result, &err));
+    CHECK_OK(zpp_stream_copy(gpu.caller, result, tensor, 2 * sizeof *result, &err));
     zpp_nccl_work_free(work); /* before it is finished */
     zpp_stream_destroy(gpu.caller); /* waits */
     gpu.caller = NULL;
     CHECK(result[0] == 3 && result[1] == 3 && more[1] == 3);
+    zpp_device_free(gpu.device, memory, 8 * sizeof(float));
     close_gpu(&gpu);
 }
 
+/* With three ranks: the default stream, and the caller's and ours of each. */
 static void streams_are_ordered_by_events(void) {
-    run_ranks(RANKS, streams_body, NULL);
+    for (uint64_t lazy = 0; lazy < 1 << (1 + 2 * RANKS); lazy += 9) {
+        SIM(sim_set_schedule)(lazy, 0);
+        run_ranks(RANKS, streams_body, NULL);
+    }
+    SIM(sim_set_schedule)(0, 0);
     nothing_is_left(0);
 }
 
@@ -292,8 +303,8 @@ static void wrong_body(struct test_rank *me) {
     now(&gpu, &call);
     test_join(me);
     if (me->rank == 0) {
-        fake->stall = wrong->stall;
-        fake->async_error = wrong->async_error;
+        faults->stall = wrong->stall;
+        faults->async_error = wrong->async_error;
     }
     test_join(me);
     if (me->rank == 1 && wrong->elems_of_rank_1 > 0) call.elems = (size_t)wrong->elems_of_rank_1;
@@ -328,7 +339,7 @@ static void wrong_body(struct test_rank *me) {
 
 static void fails(struct wrong wrong, uint64_t timeout_ns, int aborts) {
     run_ranks_timeout(RANKS, timeout_ns, wrong_body, &wrong);
-    fake->stall = fake->async_error = 0;
+    faults->stall = faults->async_error = 0;
     nothing_is_left(aborts);
 }
 
@@ -352,7 +363,7 @@ static void a_rank_that_leaves_is_named(void) {
 }
 
 static void what_nccl_finds_is_told_to_all(void) {
-    fails((struct wrong){0, -1, -1, 2, 1, ZPP_DEVICE, "NCCL: unhandled system error: the fake cable is out", 2.0},
+    fails((struct wrong){0, -1, -1, 2, 1, ZPP_DEVICE, "NCCL: unhandled system error: the simulated cable is out", 2.0},
           LONG_NS, RANKS);
 }
 
@@ -374,20 +385,19 @@ static void cannot_body(struct test_rank *me) {
 }
 
 static void a_rank_that_cannot_is_named_by_all(void) {
-    fake->refuse_id = 1;
+    faults->refuse_id = 1;
     run_ranks(RANKS, cannot_body, (void *)"rank 0 of group \"test\" gets no id from NCCL: unhandled system error");
-    fake->refuse_id = 0;
+    faults->refuse_id = 0;
     nothing_is_left(0);
-    fake->stall_init = 1;
+    faults->stall_init = 1;
     run_ranks_timeout(RANKS, SHORT_NS, cannot_body, (void *)"meeting");
-    fake->stall_init = 0;
+    faults->stall_init = 0;
     nothing_is_left(RANKS);
 }
 
 int main(int argc, char **argv) {
-    void *library = load_beside("lib_fake_gpu.so", "ZEROPP_CUDA_DRIVER", "ZEROPP_NCCL");
-    fake = library ? dlsym(library, "fake_gpu") : NULL;
-    CHECK(fake != NULL);
+    sim_gpu_load();
+    faults = SIM(sim_faults);
     static const struct test_case cases[] = {
         TEST(every_collective),
         TEST(streams_are_ordered_by_events),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on CUDA tensors as torch.distributed calls them, without a GPU: CPU tensors stand for CUDA ones, a driver and an NCCL
-made for the tests (tests/c/lib_fake_gpu.c) for the real ones, threads for ranks. tests/c/test_comm_nccl.c has the rest.
+"""Collectives on CUDA tensors as torch.distributed calls them, without a GPU: CPU tensors stand for CUDA ones, the
+simulated GPU (tests/sim) for driver and NCCL, threads for ranks. tests/c/test_comm_nccl.c has the rest.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,35 +18,23 @@ from typing import Any
 import pytest
 from launch import ROOT, run_ranks
 
+sys.path.insert(0, str(ROOT / "tests" / "sim"))
+import sim_build
+
 RANKS = 3
 SOON = timedelta(seconds=20)
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
-    library = tmp_path_factory.mktemp("fake") / "lib_fake_gpu.so"
-    source = ROOT / "tests" / "c" / "lib_fake_gpu.c"
-    command = [
-        "cc",
-        "-std=gnu11",
-        "-D_GNU_SOURCE",
-        "-fPIC",
-        "-O1",
-        "-shared",
-        "-pthread",
-        str(source),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True, timeout=60)
-    return str(library)
+def driver() -> str:
+    return str(sim_build.driver())
 
 
 # -- in a process of its own: the libraries are looked for once ----------------------------------------------------------------
 
 
 class Streams:
-    """A stream of the fake driver for each thread, as torch's current one."""
+    """A stream of the simulated GPU for each thread, as torch's current one."""
 
     def __init__(self) -> None:
         self.driver = ctypes.CDLL(os.environ["ZEROPP_CUDA_DRIVER"])
@@ -58,7 +46,7 @@ class Streams:
         """The context stays current in this thread, as torch leaves it."""
         stream = ctypes.c_void_p()
         self.driver.cuCtxPushCurrent_v2(self.context)
-        assert self.driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
+        assert self.driver.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
         self.of_thread.stream = stream
 
     def current(self, device: Any) -> int:
@@ -183,14 +171,14 @@ def _another_call(group: Any, rank: int, streams: Streams) -> list[str]:
 # -- what must come of it ------------------------------------------------------------------------------------------------------
 
 
-def run(body: Any, fake: str) -> list[Any]:
-    env = {"ZEROPP_CUDA_DRIVER": fake, "ZEROPP_NCCL": fake}
+def run(body: Any, driver: str) -> list[Any]:
+    env = {"ZEROPP_CUDA_DRIVER": driver, "ZEROPP_NCCL": driver}
     value: list[Any] = run_ranks(1, body, timeout=60, env=env)[0].value
     return value
 
 
-def test_every_call(fake: str) -> None:
-    for rank, found in enumerate(run(every_call, fake)):
+def test_every_call(driver: str) -> None:
+    for rank, found in enumerate(run(every_call, driver)):
         gathered = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
         assert found["all_reduce"] == [6.0, 6.0] and found["product"] == [6.0, 6.0]
         assert found["coalesced"] == [6.0] * 8
@@ -205,8 +193,8 @@ def test_every_call(fake: str) -> None:
         assert found["ring"] == [(rank - 1) % RANKS + 1.0] * 2
 
 
-def test_a_rank_that_calls_something_else_is_named(fake: str) -> None:
-    for said in run(another_call, fake):
+def test_a_rank_that_calls_something_else_is_named(driver: str) -> None:
+    for said in run(another_call, driver):
         assert len(said) == 3 and len(set(said)) == 1, said
         assert "rank 0 is in all_reduce(float32, 4 elements, sum) on GPUs" in said[0], said
         assert "but rank 2 is in broadcast(float32, 4 elements, root 0) on GPUs" in said[0]
