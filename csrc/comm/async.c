@@ -2,8 +2,8 @@
  *
  * Asynchronous collectives: one queue and one progress thread per communicator, both made at the first asynchronous
  * call. Calls run in the order of submission; a blocking call waits until the queue is empty and then runs in its own
- * thread, so all ranks see one order whatever mixture they use. A call that fails ends the group (its comm error
- * stands), so what is queued behind it fails with the same error.
+ * thread, so all ranks see one order, whatever mixture of calls they use. A call that fails ends the group (the comm
+ * error remains), so calls queued behind it fail with the same error.
  *
  * Threads: submission and blocking calls come from one thread at a time (comm.h); waiting on a work, from any.
  * `lock` guards queue, states and counts; nothing is called with it held.
@@ -33,7 +33,7 @@ struct zpp_async {
     pthread_t thread;
     struct zpp_work *first, **last;
     _Atomic uint64_t pending; /* queued or running */
-    size_t holders;           /* the communicator, and works that were not freed */
+    size_t holders;           /* held by the communicator, and by works that were not freed */
     bool ending;
 };
 
@@ -191,7 +191,7 @@ zpp_status zpp_async_drain(struct zpp_comm *comm, const struct zpp_wait *wait, s
     return status;
 }
 
-/* What other threads queued goes first, so that all ranks keep one order. */
+/* Queued calls run first, so that all ranks keep one order. */
 zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait,
                          struct zpp_err *err) {
     const zpp_status status = zpp_async_drain(comm, wait, err);

@@ -13,16 +13,17 @@ static bool is_quantised(const struct zpp_call *call) {
 static zpp_status check_call(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
     const size_t elem_bytes = zpp_dtype_bytes(call->dtype);
     if (call->coll < ZPP_COLL_BARRIER || call->coll >= ZPP_COLLS)
-        return zpp_fail(err, ZPP_INVALID, "comm: collective %d is none", (int)call->coll);
+        return zpp_fail(err, ZPP_INVALID, "comm: unknown collective %d, wanted %d to %d", (int)call->coll,
+                        (int)ZPP_COLL_BARRIER, (int)ZPP_COLLS - 1);
     if (elem_bytes == 0 && call->coll != ZPP_COLL_BARRIER)
-        return zpp_fail(err, ZPP_INVALID, "comm: dtype %d is none that a collective knows", (int)call->dtype);
+        return zpp_fail(err, ZPP_INVALID, "comm: unknown dtype %d of a collective", (int)call->dtype);
     const zpp_status status = zpp_root_check(comm, call, err);
     if (status != ZPP_OK) return status;
     if (call->object >= 1u << 24)
         return zpp_fail(err, ZPP_INVALID, "comm: object %u of a collective, wanted less than %u", call->object,
                         1u << 24);
     if (elem_bytes && call->elems > SIZE_MAX / 2 / elem_bytes / (size_t)comm->ranks)
-        return zpp_fail(err, ZPP_INVALID, "comm: %zu elements are more than memory holds", call->elems);
+        return zpp_fail(err, ZPP_INVALID, "comm: %zu elements exceed the address space", call->elems);
     if (zpp_coll_reduces(call->coll)) return zpp_reduce_check(call->op, call->dtype, err);
     if (is_quantised(call)) return zpp_quant_check(comm, call, err);
     return ZPP_OK;
@@ -81,8 +82,8 @@ zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struc
     if (status != ZPP_OK) return status;
     if (atomic_exchange_explicit(&comm->busy, true, memory_order_acquire))
         return zpp_fail(err, ZPP_STATE,
-                        "comm: two threads of rank %d are in collectives of group \"%s\" at once, so their order is no "
-                        "order; give each thread a group of its own",
+                        "comm: rank %d called collectives of group \"%s\" from two threads at once; their order is "
+                        "undefined. Use one group per thread",
                         comm->rank, comm->name);
     status = zpp_enter(comm, sig_of(comm, call), wait, &wait_ctx, err);
     if (status == ZPP_OK) status = zpp_transport_of(comm, call)->run(&wait_ctx, call, err);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The compressed all-reduce of onebit.h, over two collectives of comm.h: an all-to-all of the workers' messages and an
- * all-gather of the servers'. What disagrees between ranks is found by those: the sizes of all messages follow from the
- * length and the chunks, and an all-gather is compared by its length.
+ * all-gather of the servers'. Those two detect ranks that disagree: the sizes of all messages follow from the length
+ * and the chunks, and an all-gather compares its length.
  *
- * scratch   | my message for shard 0 | shard 1 | ... || message of rank 0 for my shard | rank 1 | ... |
- *            each message_bytes long; my own message for my own shard is read where it was made
+ * scratch   | message for shard 0 | shard 1 | ... || message of rank 0 for this rank's shard | rank 1 | ... | each
+ * message_bytes long; this rank's message for its own shard is read where it was made
  */
 #include "onebit.h"
 
@@ -31,8 +31,7 @@ zpp_status zpp_onebit_layout_make(int ranks, size_t elems, size_t chunk_elems, s
     if (chunk_elems < 16 || chunk_elems % 16 != 0)
         return zpp_fail(err, ZPP_INVALID, "comm: chunk_elems is %zu, wanted a multiple of 16, at least 16",
                         chunk_elems);
-    if (elems > SIZE_MAX / 64)
-        return zpp_fail(err, ZPP_INVALID, "comm: %zu elements are more than memory holds", elems);
+    if (elems > SIZE_MAX / 64) return zpp_fail(err, ZPP_INVALID, "comm: %zu elements exceed the address space", elems);
     const size_t shard = round_up((elems + (size_t)ranks - 1) / (size_t)ranks, SHARD_ALIGN_ELEMS);
     *out = (struct zpp_onebit_layout){.elems = elems,
                                       .chunk_elems = chunk_elems,
@@ -72,7 +71,7 @@ static uint8_t *bits_of(uint8_t *message, const struct zpp_onebit_layout *layout
     return message + scales_bytes(layout->chunk_elems, shard_elems);
 }
 
-/* Up to three bytes at the end of a message, so that what travels is a function of the values. */
+/* Clear up to three bytes at the end of a message, so that its bytes are a function of the values. */
 static void clear_padding(uint8_t *message, const struct zpp_onebit_layout *layout, size_t shard_elems) {
     uint8_t *end = message + zpp_onebit_message_bytes(layout->chunk_elems, shard_elems);
     for (uint8_t *at = bits_of(message, layout, shard_elems) + zpp_onebit_bytes(shard_elems); at < end; at++) *at = 0;
@@ -90,7 +89,7 @@ static void compress(const struct zpp_onebit_job *job, zpp_pool *pool) {
     }
 }
 
-/* What `rank` has for my shard. */
+/* Return the message of `rank` for this rank's shard. */
 static uint8_t *received(const zpp_comm *comm, const struct zpp_onebit_job *job, int rank) {
     return message_at(job->scratch, &job->layout, rank == comm->rank ? rank : job->layout.ranks + rank);
 }

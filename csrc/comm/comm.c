@@ -23,9 +23,8 @@ static bool crowded(int ranks) {
     return ranks > count;
 }
 
-/* A forked child has the parent's descriptors and mappings, and must touch neither counters nor comm error. It
- * recognises itself by this page, which the kernel wipes in it; no global handler is needed, and a look costs one
- * load. */
+/* A forked child has the parent's descriptors and mappings, and must touch neither counters nor comm error. The kernel
+ * wipes this page in a child, so a check costs one load and needs no global handler. */
 static zpp_status make_fork_guard(struct zpp_comm *comm, struct zpp_err *err) {
     void *page = mmap(NULL, GUARD_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) return zpp_fail_os(err, errno, "comm: no memory for a group");
@@ -48,7 +47,7 @@ static zpp_status check_options(const struct zpp_comm_options *options, struct z
     return ZPP_OK;
 }
 
-/* The ranks of this host, then those of others, if there are any. */
+/* Join the ranks of this host, then those of other hosts, if there are any. */
 static zpp_status join_ranks(struct zpp_comm *comm, const struct zpp_comm_options *options,
                              const struct zpp_store *store, struct zpp_err *err) {
     const struct zpp_wait forever = {comm->timeout_ns, NULL, NULL};
@@ -76,7 +75,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     comm->transport = &zpp_transport_memory;
     comm->timeout_ns = options->timeout_ns;
     comm->crowded = crowded(options->ranks);
-    comm->spin_rounds = comm->crowded ? SPIN_TURNS_CROWDED : SPIN_TURNS; /* who spins may keep a peer from running */
+    comm->spin_rounds = comm->crowded ? SPIN_TURNS_CROWDED : SPIN_TURNS; /* spinning may stop a peer */
     comm->log = options->log;
     comm->log_ctx = options->log_ctx;
     comm->base_bytes = sizeof(struct zpp_control) + (size_t)ZPP_PIPELINE_STAGES * ZPP_STAGE_SLOTS * ZPP_STAGE_BYTES;
@@ -101,7 +100,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     if (!comm) return;
     const bool forked = zpp_comm_forked(comm);
     if (!forked && comm->base[comm->rank]) atomic_store(&zpp_control(comm, comm->rank)->left, 1);
-    zpp_async_destroy(comm); /* in a forked child there is no thread to join, and these see to it */
+    zpp_async_destroy(comm); /* these check for a forked child, which has no thread to join */
     zpp_p2p_destroy(comm);
     zpp_net_destroy(comm, forked);
     zpp_arena_clear(comm);
@@ -112,7 +111,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
         zpp_memfd_unmap(comm->base[r], comm->base_bytes);
     }
     if (comm->fork_guard) munmap(comm->fork_guard, GUARD_BYTES);
-    if (!forked) { /* a child may have been forked while another thread held them */
+    if (!forked) { /* a forked child may have inherited them locked */
         pthread_mutex_destroy(&comm->message_lock);
         pthread_mutex_destroy(&comm->comm_error_lock);
         pthread_mutex_destroy(&comm->arena_lock);

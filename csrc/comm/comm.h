@@ -6,12 +6,12 @@
  *   regions      memory that every rank of the host maps (memfd, so a small /dev/shm is no limit, and nothing is left
  *                behind by any kind of death); read in place, one memcpy a byte
  *   rings        one-sided publication: a rank posts numbered descriptors, peers read them and acknowledge; each
- *                descriptor carries its identity, so that order is never taken for identity
+ *                descriptor carries its identity, because equal order does not prove an equal object
  *   collectives  all-reduce, all-gather, reduce-scatter, broadcast, barrier, ... on the caller's memory
  *
  * Reductions add in rank order, ((r0 + r1) + r2) + ..., in fp32 for 16-bit elements with one rounding at the end: same
  * inputs, same bits, whatever the timing. A dead or diverging peer is an error on every survivor, with its number,
- * within seconds; a peer that is merely late is waited for until the timeout, and `log` hears its rank after 10 s.
+ * within seconds. A wait for a late peer lasts until the timeout; after 10 s its rank is passed to `log`.
  *
  * Threads: a communicator, and each of its descriptor rings, is used by one thread at a time; different descriptor
  * rings of one communicator may be used by different threads. Creation calls are collective: same order on every rank.
@@ -28,7 +28,7 @@
 struct zpp_store {
     void *ctx; /* borrowed until zpp_comm_create returns */
     zpp_status (*set)(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err);
-    /* Waits for the key. `*bytes` in: room; out: length. */
+    /* Wait for the key. `*bytes` in: capacity; out: length. */
     zpp_status (*get)(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns, struct zpp_err *err);
 };
 
@@ -38,7 +38,7 @@ enum { ZPP_RANKS_MAX = 64 }; /* of one group, on all its hosts: zpp_comm_create 
 struct zpp_network_options {
     const char *host_id;   /* ranks with the same one share memory; default: boot id and network namespace */
     const char *interface; /* listen and connect on this interface only; default: the one that leads to `toward` */
-    const char *toward;    /* a host that all can reach, such as the store's; default: any interface, loopback last */
+    const char *toward;    /* a host all ranks can reach, such as the store's; default: any interface, loopback last */
     int family;            /* 4 or 6; 0: IPv4 where there is one */
     int connections;       /* for collectives, a pair of ranks, 1 to 8; 0: 2 */
 };
@@ -48,7 +48,7 @@ struct zpp_comm_options {
     const char *name;                             /* of the group, for messages; copied */
     void (*log)(void *ctx, const char *message); /* may be NULL */
     void *log_ctx;
-    const struct zpp_wait *wait; /* its ticks are called while the ranks meet; may be NULL; borrowed for the call */
+    const struct zpp_wait *wait; /* its ticks are called during the rendezvous; may be NULL; borrowed for the call */
     struct zpp_network_options network;
 };
 /* Collective. Ranks may be on several hosts (docs/design/0016-groups-over-hosts.md). New; free with
@@ -56,20 +56,20 @@ struct zpp_comm_options {
 zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct zpp_store *store, zpp_comm **out,
                            struct zpp_err *err);
 /* Several owners of collectives may share a communicator, such as prepared models. Each takes a number, all ranks in
- * the same order; what they call carries it, so that the call of one on this rank is never taken for that of another on
- * a peer. Numbers begin again after ZPP_OWNERS. */
+ * the same order; its calls carry that number, so a call of one owner never matches the call of another owner on a
+ * peer. Numbers wrap after ZPP_OWNERS. */
 enum { ZPP_OWNERS = 64, ZPP_OBJECTS = 1 << 18 };
 uint32_t zpp_comm_new_owner(zpp_comm *comm);
-/* For zpp_call.object: `number` of the owner's choice, from 1 on, below ZPP_OBJECTS: which unit. */
+/* Return the value for zpp_call.object. `number` identifies the unit: 1 to ZPP_OBJECTS - 1, chosen by the owner. */
 static inline uint32_t zpp_comm_object(uint32_t owner, uint32_t number) {
     return owner * ZPP_OBJECTS + number % ZPP_OBJECTS;
 }
-/* Local, never waits. Peers that still use the group see "rank r left". NULL is fine. */
+/* Local; never waits. Peers that still use the group get the error "rank r left". NULL is allowed. */
 void zpp_comm_destroy(zpp_comm *comm);
-/* Every pending and later wait, here and on the peers, ends with ABORTED and this message, naming this rank. Any
+/* End every pending and later wait, here and on the peers, with ABORTED and this message, which names this rank. Any
  * thread. */
 void zpp_comm_abort(zpp_comm *comm, const char *message);
-/* OK, or the error that ended the group. A few ns; any thread. */
+/* Return OK, or the error that ended the group. A few ns; any thread. */
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err);
 int zpp_comm_rank(const zpp_comm *comm);
 int zpp_comm_ranks(const zpp_comm *comm);
@@ -80,7 +80,8 @@ uint64_t zpp_comm_timeout_ns(const zpp_comm *comm);
 void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns);
 void zpp_comm_set_name(zpp_comm *comm, const char *name);
 
-/* Bytes moved, monotone. A byte counts once, at the rank that reads it from a peer's memory or from the network. */
+/* Bytes moved; the figures never fall. A byte counts once, at the rank that reads it from a peer's memory or from the
+ * network. */
 enum zpp_traffic_kind {
     ZPP_TRAFFIC_ALL_GATHER,
     ZPP_TRAFFIC_REDUCE_SCATTER,
@@ -114,7 +115,7 @@ zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t b
 void zpp_region_destroy(zpp_region *region);
 void *zpp_region_base(const zpp_region *region, int rank);
 size_t zpp_region_bytes(const zpp_region *region); /* of one part, rounded up to pages */
-/* Give pages of my own part (ONE: of the block) back to the system; they read as zero again. Page-aligned. */
+/* Return pages of the caller's own part (ONE: of the block) to the system; they read as zero again. Page-aligned. */
 void zpp_region_trim(zpp_region *region, size_t offset_bytes, size_t bytes);
 
 /* --- arenas: memory of this rank that its peers map, in blocks. A large collective whose tensor lies in such a block
@@ -143,24 +144,25 @@ typedef struct zpp_desc_ring zpp_desc_ring;
  * zpp_desc_ring_destroy before the communicator. */
 zpp_status zpp_desc_ring_create(zpp_comm *comm, const char *name, zpp_desc_ring **out, struct zpp_err *err);
 void zpp_desc_ring_destroy(zpp_desc_ring *ring);
-/* Publish the next descriptor of this rank (release order: what was written before is visible to who reads it). `*seq`
- * is its number, 1, 2, 3... AGAIN / waits only while a peer has not acknowledged the descriptor ZPP_DESC_RING_ENTRIES
- * before. */
+/* Publish the next descriptor of this rank (release order: writes before the call are visible to its readers). `*seq`
+ * is its number, 1, 2, 3... Waits, or returns AGAIN, only while a peer has not acknowledged the descriptor
+ * ZPP_DESC_RING_ENTRIES before it. */
 zpp_status zpp_desc_ring_post(zpp_desc_ring *ring, const struct zpp_desc *desc, const struct zpp_wait *wait,
                               uint64_t *seq, struct zpp_err *err);
-/* Read descriptor `seq` of `rank`. `expect` (may be NULL): kind, object, step and elems must be equal, else PEER, and
- * the message shows both sides, here and there (the peer's next wait fails too). Describing a descriptor is the
- * owner's job: see describe. */
+/* Read descriptor `seq` of `rank`. `expect` (may be NULL): kind, object, step and elems must be equal; otherwise the
+ * status is PEER, here and in the peer's next wait, and the message shows both descriptors
+ * (zpp_desc_ring_set_describe). */
 zpp_status zpp_desc_ring_read(zpp_desc_ring *ring, int rank, uint64_t seq, const struct zpp_desc *expect,
                               const struct zpp_wait *wait, struct zpp_desc *out, struct zpp_err *err);
-/* I no longer read anything that the peers' descriptors up to `seq` point at. */
+/* Acknowledge the peers' descriptors up to `seq`: this rank no longer reads what they point at. */
 void zpp_desc_ring_ack(zpp_desc_ring *ring, uint64_t seq);
-/* Newest of my descriptors that every peer has acknowledged. Never waits. */
+/* Return the newest descriptor of this rank that every peer has acknowledged. Never waits. */
 uint64_t zpp_desc_ring_acked(const zpp_desc_ring *ring);
-/* The same, waiting until it is at least `seq`. */
+/* Wait until every peer has acknowledged this rank's descriptor `seq`. */
 zpp_status zpp_desc_ring_wait_acked(zpp_desc_ring *ring, uint64_t seq, const struct zpp_wait *wait,
                                     struct zpp_err *err);
-/* Turns a descriptor into words for messages, such as `reduce unit 3 (layers.2) step 7`; default prints the numbers. */
+/* Set the function that describes a descriptor in messages, such as `reduce unit 3 (layers.2) step 7`; the default
+ * prints the numbers. */
 void zpp_desc_ring_set_describe(zpp_desc_ring *ring,
                                 void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t capacity),
                                 void *ctx);
@@ -177,8 +179,8 @@ typedef enum zpp_reduce_op {
     ZPP_BXOR,
     ZPP_REDUCE_OPS
 } zpp_reduce_op;
-/* All block. `wait` NULL here means: the communicator's own timeout, no ticks. Ranks must call the same one with the
- * same elems, dtype, op and root; anything else is PEER on all of them, showing both sides. */
+/* These calls block. `wait` NULL: the communicator's own timeout, no ticks. All ranks must call the same one with the
+ * same elems, dtype, op and root; otherwise all of them get PEER, with a message that shows both sides. */
 zpp_status zpp_all_reduce(zpp_comm *, void *data, size_t elems, zpp_dtype, zpp_reduce_op, const struct zpp_wait *,
                           struct zpp_err *);
 zpp_status zpp_all_gather(zpp_comm *, void *dst, const void *src, size_t src_bytes, const struct zpp_wait *,
@@ -188,7 +190,8 @@ zpp_status zpp_reduce_scatter(zpp_comm *, void *dst, const void *src, size_t dst
 zpp_status zpp_broadcast(zpp_comm *, void *data, size_t bytes, int root, const struct zpp_wait *, struct zpp_err *);
 zpp_status zpp_barrier(zpp_comm *, const struct zpp_wait *, struct zpp_err *);
 
-/* The same collectives as one table, with the dtype compared too, and those that have no function of their own. */
+/* All collectives as one table: those above, with the dtype compared too, and those without a function of their
+ * own. */
 enum zpp_coll {
     ZPP_COLL_BARRIER = 1,
     ZPP_COLL_ALL_REDUCE,
@@ -218,24 +221,25 @@ struct zpp_call {
     void *const *dsts;
     const void *const *srcs;
     const size_t *dst_bytes, *src_bytes;
-    /* The quantised ones, of F32, BF16 or F16, otherwise as their exact forms (`dst` only, which may hold `src` at this
-     * rank's place; op SUM or AVG). Blocks begin at each slice; a block with an element that is not finite, or of 2^127
-     * and more, comes out as NaN. */
+    /* The quantised ones, of F32, BF16 or F16, otherwise as their exact forms (`dst` only, which may hold `src` at
+     * this rank's place; op SUM or AVG). Blocks begin at each shard; a block with an element that is not finite, or of
+     * 2^127 and more, comes out as NaN. */
     int bits;           /* 8 or 4 */
     size_t block_elems; /* a multiple of 16, of a few hundred */
     /* reduce_scatter: consecutive ranks on one node, whose links are the cheaper ones; 0: all. Over several hosts: 0,
      * the hosts are the nodes (hier_quant.c) */
     int node_ranks;
-    /* zpp_comm_submit only, may be NULL: called on the progress thread before the call begins. For what has to arrive
-     * in `src` first: the call has its place in the order of submission meanwhile. */
+    /* zpp_comm_submit only, may be NULL: called on the progress thread before the call begins, to wait for data that
+     * `src` needs. The call keeps its place in the order of submission meanwhile. */
     void (*before)(void *ctx);
     void *before_ctx;
-    /* Compare the call with the peers' and move nothing: its bytes go another way (nccl.h). No memory is touched. */
+    /* Compare the call with the peers' and move nothing: another transport moves its bytes (nccl.h). No memory is
+     * touched. */
     bool beside;
 };
 zpp_status zpp_comm_call(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait, struct zpp_err *err);
 
-/* The same, later, on a progress thread of the communicator, in the order of submission; a blocking call waits for what
+/* Run a call later, on the communicator's progress thread, in the order of submission; a blocking call waits for what
  * is queued before it. `done` (may be NULL) is called on that thread. Arrays and memory that the call points at are
  * borrowed until it is finished. `*out`: new; free with zpp_work_free, finished or not, even after zpp_comm_destroy,
  * which ends what is pending. */
@@ -243,16 +247,16 @@ typedef struct zpp_work zpp_work;
 zpp_status zpp_comm_submit(zpp_comm *comm, const struct zpp_call *call,
                            void (*done)(void *ctx, zpp_status, const struct zpp_err *), void *done_ctx, zpp_work **out,
                            struct zpp_err *err);
-/* The status of the call; TIMEOUT or a tick's error if the wait ends before the call does. `wait` NULL: no limit, no
- * ticks. Any thread. */
+/* Wait for the call and return its status, or TIMEOUT or a tick's error if the wait ends first. `wait` NULL: no limit,
+ * no ticks. Any thread. */
 zpp_status zpp_work_wait(zpp_work *work, const struct zpp_wait *wait, struct zpp_err *err);
 bool zpp_work_finished(zpp_work *work);
 void zpp_work_free(zpp_work *work);
 
 /* --- send and receive, any thread. A transfer begins at once and goes on by itself; `data` is borrowed until it is
- * finished. A send is finished when its bytes are on the way, not when they are received. A message goes to the oldest
- * receive with its tag and source; `from` ZPP_NO_RANK: any. Sizes must agree. `*out`: new; free with zpp_transfer_free,
- * finished or not, even after zpp_comm_destroy. */
+ * finished. A send is finished when the transport holds its bytes, not when they are received. A message goes to the
+ * oldest receive with its tag and source; `from` ZPP_NO_RANK: any. Sizes must agree. `*out`: new; free with
+ * zpp_transfer_free, finished or not, even after zpp_comm_destroy. */
 typedef struct zpp_transfer zpp_transfer;
 zpp_status zpp_comm_send(zpp_comm *comm, const void *data, size_t bytes, int to, uint64_t tag, zpp_transfer **out,
                          struct zpp_err *err);
@@ -261,7 +265,7 @@ zpp_status zpp_comm_recv(zpp_comm *comm, void *data, size_t bytes, int from, uin
 /* Before zpp_comm_destroy only. NULL: the communicator's own timeout, no ticks. */
 zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err);
 bool zpp_transfer_finished(zpp_transfer *transfer);
-int zpp_transfer_peer(zpp_transfer *transfer); /* who sent it; ZPP_NO_RANK while that is open */
+int zpp_transfer_peer(zpp_transfer *transfer); /* the sender; ZPP_NO_RANK until a message has matched */
 void zpp_transfer_free(zpp_transfer *transfer);
 
 /* --- the reduction itself, for users of regions: dst[i] = (sum over r in rank order of src[r][i]) * scale -------- */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The error of a group: why it ended, and which rank caused it. It is one 64-bit word in rank 0's control memory, or in
- * that of the lowest rank of each host, which tells the others. The word outlives that rank, because everybody maps it.
- * It is set once, by compare-and-swap, so that all survivors report the same rank even while survivors exit one after
- * the other. Its message lies in the control memory of the rank that recorded it:
+ * The error of a group: why it ended, and which rank caused it. It is one 64-bit value in rank 0's control memory, or
+ * in that of the lowest rank of each host, which sends it to the other hosts. It outlives that rank, because all ranks
+ * map it. It is set once, by compare-and-swap, so that all survivors report the same rank even while survivors exit
+ * one after the other. The message lies in the control memory of the rank that recorded it:
  *
  *   bits 0-15 failed rank + 1, 16-31 recording rank + 1, 32-63 minus the status
  */
@@ -14,7 +14,7 @@
 
 #include "tcp/net.h"
 
-/* The local group of a host (net_local.c) has the comm error of the whole one. */
+/* Return the whole group, whose comm error the local group of a host (net_local.c) shares. */
 static const struct zpp_comm *whole(const struct zpp_comm *comm) { return comm->outer ? comm->outer : comm; }
 
 static _Atomic uint64_t *comm_error_of(const struct zpp_comm *comm) {
@@ -44,17 +44,17 @@ zpp_status zpp_comm_check(const struct zpp_comm *part, struct zpp_err *err) {
                         "comm: group \"%s\" was made by the parent of this process; a forked child cannot use it, "
                         "make a group of its own",
                         comm->name);
-    if (!comm->joined) return ZPP_OK; /* not all peers' memory is mapped yet; the first call will see the comm error */
+    if (!comm->joined) return ZPP_OK; /* some peers' memory is not mapped yet; the first call will see the comm error */
     const uint64_t comm_error = atomic_load_explicit(comm_error_of(comm), memory_order_acquire);
     return comm_error ? report(comm, comm_error, err) : ZPP_OK;
 }
 
-/* True if this is the one that stands now; `text` is then in this rank's memory. */
+/* Return true if this became the comm error; `text` is then in this rank's memory. */
 static bool record(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text, uint64_t *standing) {
     bool first = false;
     pthread_mutex_lock(&comm->comm_error_lock);
     *standing = atomic_load(comm_error_of(comm));
-    if (!*standing) { /* so nobody reads my text yet */
+    if (!*standing) { /* so no rank reads this text yet */
         const uint64_t mine =
             (uint64_t)(failed_rank + 1) | (uint64_t)(comm->rank + 1) << 16 | (uint64_t)(-(int)status) << 32;
         snprintf(zpp_control(comm, comm->rank)->comm_error_text, ZPP_ERR_TEXT_BYTES, "%s", text);

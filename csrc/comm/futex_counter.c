@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Waiting on words of shared memory. Three stages: spin (about 50 us; a peer that runs answers within it), a few yields
- * where ranks outnumber cores (the peer wants this one), then futex sleeps of at most 100 ms. Longer spins are worse,
- * not better: on a loaded machine the spinning rank takes the core that the other one needs (prototype: 160-350 us a
- * unit with 20,000 turns). Two ranks that share a core though there are enough sleep at once: 2 to 10 times faster than
- * spinning first, and the wake-up moves the sleeper to an idle core if there is one, which a yield does not; a yield
- * also gives way to other programs (Linux 6.17 takes the caller's claim to the rest of its slice: 120 us a call).
+ * Waiting on counters in shared memory, in three stages: spin (about 50 us; a running peer answers within that time),
+ * a few yields where ranks outnumber cores (the peer needs this core), then futex sleeps of at most 100 ms. Longer
+ * spins are worse: on a loaded machine the spinning rank occupies the core that the other one needs (prototype:
+ * 160-350 us a unit with 20,000 rounds). Two ranks that share a core although others are idle sleep at once: that is 2
+ * to 10 times faster than spinning first, and the wake-up moves the sleeper to an idle core, which a yield does not. A
+ * yield also gives way to other programs (Linux 6.17 forfeits the rest of the caller's time slice: 120 us a call).
  */
 #include "futex_counter.h"
 
@@ -36,12 +36,13 @@ static long futex(_Atomic uint32_t *counter, int op, uint32_t value, const struc
 }
 
 static void wake(struct zpp_counter *counter) {
-    /* The store before and this load are sequentially consistent, and so are the sleeper's: one of the two sees the
-     * other. */
+    /* The store before and this load are sequentially consistent, and so are the sleeper's: at least one side sees the
+     * other's store. */
     if (atomic_load(&counter->sleepers)) futex(&counter->value, FUTEX_WAKE, INT32_MAX, NULL);
 }
 
-/* 1 + the core of this thread, 0 if unknown. A few ns: glibc reads it from memory that the kernel keeps up to date. */
+/* Return 1 + the core of this thread, 0 if unknown. A few ns: glibc reads it from memory that the kernel keeps up to
+ * date. */
 static uint16_t cpu_here(void) { return (uint16_t)(sched_getcpu() + 1); }
 
 void zpp_counter_raise(struct zpp_counter *counter, uint32_t value) {
@@ -56,7 +57,7 @@ void zpp_counter_add(struct zpp_counter *counter) {
     wake(counter);
 }
 
-/* Sleep until the counter changes, a signal comes, or the next look is due. */
+/* Sleep until the counter changes, a signal comes, or the next check is due. */
 static void sleep_on(struct zpp_counter *counter, uint32_t target, uint64_t sleep_ns) {
     const struct timespec timeout = {(time_t)(sleep_ns / 1000000000u), (long)(sleep_ns % 1000000000u)};
     atomic_fetch_add(&counter->sleepers, 1);
@@ -74,8 +75,8 @@ static void describe(const struct zpp_wait_ctx *wait_ctx, char *text, size_t cap
 
 /* --- the slow part ----------------------------------------------------------------------------------------------- */
 
-/* The ranks that have not reached the wait target, as words for messages; returns how many there are, `*first` the
- * lowest. */
+/* Write the ranks that have not reached the wait target as text for messages. Return how many there are, and the
+ * lowest in `*first`. */
 static int absent_ranks(const struct zpp_comm *comm, const struct zpp_wait_target *wait_target, int rank, char *text,
                         size_t capacity, int *first) {
     int count = 0;
@@ -106,8 +107,8 @@ static zpp_status record_lost(struct zpp_wait_ctx *wait_ctx, int rank, struct zp
                          doing);
 }
 
-/* A rank that died or left without reaching the wait target never will. Whether it is gone is asked before the counter
- * is read again: what a rank did before it left counts. */
+/* End the wait if a rank died or left without reaching the wait target. The counter is read again after that check,
+ * because a rank may have raised it before it left. */
 static zpp_status check_lost_peers(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_target *wait_target,
                                    struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
@@ -131,9 +132,9 @@ static zpp_status late(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_targ
     int first = rank;
     const int count = absent_ranks(comm, wait_target, rank, absent, sizeof absent, &first);
     const char *who = count > 1 ? "ranks" : "rank";
-    if (!count) return ZPP_OK; /* came just now */
+    if (!count) return ZPP_OK; /* all have come meanwhile */
     describe(wait_ctx, doing, sizeof doing);
-    /* torch's tests, and callers, know a timeout by the words "Timed out waiting". */
+    /* torch's tests, and callers, recognise a timeout by the words "Timed out waiting". */
     const double waited_s = (double)waited_ns / 1e9, waited_ms = (double)waited_ns / 1e6;
     if (!wait_ctx->fatal)
         return zpp_fail_rank(err, ZPP_TIMEOUT, zpp_label(comm, first),
@@ -162,8 +163,8 @@ static zpp_status tick(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
     if (!wait_ctx->wait || !wait_ctx->wait->tick) return ZPP_OK;
     const zpp_status status = wait_ctx->wait->tick(wait_ctx->wait->ctx, err);
     if (status == ZPP_OK || !wait_ctx->fatal) return status;
-    /* Half a collective is published; nobody could tell where the group stands if this rank went on. The caller keeps
-     * the tick's own error, the peers hear who it was. */
+    /* Half of the collective is published, so the group's state would be undefined if this rank went on. The caller
+     * gets the tick's own error, the peers one that names this rank. */
     struct zpp_err told = ZPP_ERR_INIT;
     char doing[256];
     describe(wait_ctx, doing, sizeof doing);
@@ -173,7 +174,7 @@ static zpp_status tick(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
     return status;
 }
 
-/* Everything that a wait looks at about every 100 ms; `wait_target` may be NULL, then `rank` is who is waited for. */
+/* Run the checks of a wait, about every 100 ms. `wait_target` may be NULL; then the wait is for `rank`. */
 static zpp_status check(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_target *wait_target, int rank,
                         struct zpp_err *err) {
     const uint64_t now_ns = zpp_now_ns();
@@ -228,7 +229,7 @@ static zpp_status await_slow(struct zpp_wait_ctx *wait_ctx, const struct zpp_wai
         errno = 0;
         sleep_on(counter, wait_target->target, sleep_until_check(wait_ctx));
         if (zpp_counter_reached(counter, wait_target->target)) return ZPP_OK;
-        if (errno == EINTR) wait_ctx->check_ns = 0; /* a signal: let the tick see it at once */
+        if (errno == EINTR) wait_ctx->check_ns = 0; /* a signal: run the tick at once */
         const zpp_status status = check(wait_ctx, wait_target, rank, err);
         if (status != ZPP_OK) return status;
     }
@@ -236,8 +237,8 @@ static zpp_status await_slow(struct zpp_wait_ctx *wait_ctx, const struct zpp_wai
 
 /* --- the fast part ----------------------------------------------------------------------------------------------- */
 
-/* How long it makes sense to spin. Two ranks that the scheduler put on one core answer each other only when the waiting
- * one lets go. */
+/* Return how often to spin: 0 where the scheduler put both ranks on one core, because the peer runs only when the
+ * waiting rank sleeps. */
 static int spin_rounds(const struct zpp_wait_ctx *wait_ctx, const struct zpp_counter *counter) {
     const uint16_t there = atomic_load_explicit(&counter->cpu, memory_order_relaxed);
     return there && there == cpu_here() ? 0 : wait_ctx->comm->spin_rounds;

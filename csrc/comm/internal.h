@@ -2,14 +2,14 @@
  *
  * What the files of csrc/comm share: the layout of a rank's control memory and the communicator object.
  *
- * Each rank has one memfd, mapped by all: [struct zpp_control][staging of stage 0][staging of stage 1].
- *   post      two entries, used in turn: a collective's signature and its small payload; `counter` is its sequence
+ * Each rank has one memfd, mapped by all: [struct zpp_control][staging of stage 0][staging of stage 1]. post two
+ *   entries, used alternately: a collective's signature and its small payload; `counter` is its sequence
  *             number. Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer
  *             posts after it has read s. So every collective must wait for every peer's post.
  *   staged    rounds of staging this rank has filled, per stage; slot = round % ZPP_STAGE_SLOTS
  *   taken     rounds of the peers' staging this rank has finished reading, per stage
  *   step      phases passed by collectives that read the peers' tensors in place
- * Counters run on over the life of the group; all ranks raise them alike, because the signatures were compared first.
+ * Counters are never reset; all ranks raise them equally, because signatures are compared first.
  */
 #ifndef ZPP_COMM_INTERNAL_H
 #define ZPP_COMM_INTERNAL_H
@@ -33,15 +33,15 @@ struct zpp_sig {
     uint64_t elems;
 };
 
-/* Of the tensor of a large collective; arena 0 = not in an arena. And how its bytes travel, staged, [0], or in place,
- * [1]: what rank 0 says holds (store_policy.c). */
+/* Where the tensor of a large collective lies (arena 0: in none), and rank 0's store policy for its bytes, staged [0]
+ * or in place [1] (store_policy.c). */
 struct zpp_place {
     uint64_t arena, offset_bytes;
     uint8_t policy[2];
 };
 
-/* A store policy: nontemporal (around the cache) unless a bit says cached. Of what peers read next (a slot, or the
- * slice that others copy), and of what only this rank reads later (its output). */
+/* A store policy: stores are nontemporal (around the cache) unless a bit says cached. SHARED covers what peers read
+ * next (a slot, or the shard that they copy), OWN what only this rank reads later (its output). */
 enum { ZPP_SHARED_CACHED = 1, ZPP_OWN_CACHED = 2, ZPP_STORE_POLICIES = 4 };
 /* What each store policy costs; 0: not tried yet. */
 struct zpp_store_costs {
@@ -70,11 +70,11 @@ struct zpp_control {
     int32_t pid;
     _Alignas(ZPP_LINE_BYTES) _Atomic uint32_t left;    /* 1: destroyed its communicator */
     _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t comm_error; /* of the group, in rank 0's block only; see comm_error.c */
-    char comm_error_text[ZPP_ERR_TEXT_BYTES];             /* the words of the comm error that this rank recorded */
+    char comm_error_text[ZPP_ERR_TEXT_BYTES];             /* the message of the comm error that this rank recorded */
     struct zpp_post post[2];
     struct zpp_line_counter staged[ZPP_PIPELINE_STAGES], taken[ZPP_PIPELINE_STAGES], step;
     struct zpp_line_counter doorbell;     /* rung by peers that sent or received something (p2p.c) */
-    uint64_t counts[2][ZPP_RANKS_MAX]; /* bytes for each peer, in turn like `post` (coll_all_to_all.c) */
+    uint64_t counts[2][ZPP_RANKS_MAX];    /* bytes for each peer, alternating like `post` (coll_all_to_all.c) */
     _Alignas(4096) uint8_t small[2][ZPP_SMALL_BYTES];
 };
 
@@ -94,7 +94,7 @@ struct zpp_peer {
     int socket; /* -1 at our own place */
     int pidfd;  /* -1 where the kernel has none: then a closed socket means death */
     int32_t pid;
-    struct zpp_queued_message *inbox; /* arrived, not yet asked for; guarded by message_lock */
+    struct zpp_queued_message *inbox; /* arrived before their zpp_message_try; guarded by message_lock */
 };
 
 struct zpp_comm {
@@ -120,11 +120,11 @@ struct zpp_comm {
     size_t base_bytes;
     struct zpp_peer peer[ZPP_RANKS_MAX];
 
-    _Atomic bool busy; /* a collective runs: a second thread in here is a caller's error, not a torn counter */
+    _Atomic bool busy; /* a collective runs; a second thread gets an error instead of corrupting the counters */
     /* The caller's side of the counters. Used by the one thread that runs collectives. */
     uint32_t seq, staged[ZPP_PIPELINE_STAGES], taken[ZPP_PIPELINE_STAGES], step;
     struct zpp_sig now; /* the collective in progress, for messages */
-    unsigned policy;       /* how its bytes travel; 0 unless the ranks agreed on one */
+    unsigned policy;    /* store policy of its bytes; 0 unless the ranks agreed on one */
     /* store_policy.c: staged, in place; rank 0's count */
     struct zpp_store_costs costs[ZPP_COLLS][2][ZPP_STORE_POLICY_SIZES], *costs_now;
     size_t policy_bytes;
@@ -157,7 +157,7 @@ static inline struct zpp_wait_target zpp_target_at(const struct zpp_comm *comm, 
     return wait_target;
 }
 
-/* What messages call a rank. */
+/* Return the number that messages give a rank. */
 static inline int zpp_label(const struct zpp_comm *comm, int rank) {
     return comm->outer && rank >= 0 ? comm->outer_rank[rank] : rank;
 }
@@ -170,7 +170,7 @@ struct zpp_channel_ops {
     /* The receiver's end: AGAIN while `rank` has not opened its own. */
     zpp_status (*accept)(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err);
     void (*close)(void *channel); /* NULL is fine */
-    /* Write or read as much as there is space or data for; the number of bytes. dst NULL: throw away. */
+    /* Write or read as much as there is space or data for; return the number of bytes. dst NULL: discard. */
     size_t (*write)(void *channel, const void *src, size_t bytes);
     size_t (*read)(void *channel, void *dst, size_t bytes);
     size_t (*readable)(void *channel);
@@ -182,17 +182,17 @@ extern const struct zpp_channel_ops zpp_channels_memory; /* shm/channel.c */
 /* A row of the table in call.c. */
 struct zpp_transport {
     const char *name;
-    /* Whether collectives of this group that are such calls go by this transport. */
+    /* Return true if this transport carries such calls of this group. */
     bool (*carries)(const struct zpp_comm *comm, const struct zpp_call *call);
     /* A collective, entered and not yet compared; arguments checked. */
     zpp_status (*run)(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
-    /* The same for a call whose bytes another transport moves: compare who calls what, and move nothing. */
+    /* Run a call whose bytes another transport moves: compare the ranks' signatures, and move nothing. */
     zpp_status (*identify)(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err);
-    /* Whether bytes get to this rank's memory on the host by `channels`; NULL: there are none. */
+    /* Return true if `channels` lead to the host memory of `rank`; NULL: the transport has no channels. */
     bool (*reaches)(const struct zpp_comm *comm, int rank);
     const struct zpp_channel_ops *channels;
-    /* For ranks on other hosts; NULL where the transport has none. `gone`: left or dead, as zpp_peer_gone. `tell` them
-     * why the group ended; any thread, never waits. */
+    /* For ranks on other hosts; NULL where the transport has none. `gone`: true if the rank left or died, as
+     * zpp_peer_gone. `tell`: send those ranks the reason why the group ended; any thread, never waits. */
     bool (*gone)(const struct zpp_comm *comm, int rank);
     void (*tell)(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
 };
@@ -203,18 +203,19 @@ const struct zpp_transport *zpp_transport_to(const struct zpp_comm *comm, int ra
 
 /* --- rendezvous.c: fill base[], peer[] --------------------------------------------------------------------------- */
 struct zpp_hosts;
-/* `hosts`: where everybody is. Ranks elsewhere stay without base and peer. */
+/* `hosts` receives the host of every rank. Ranks on other hosts get no base and no peer. */
 zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_options *network,
                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err);
 
-/* --- comm_error.c: why the group ended, and who is to blame ------------------------------------------------------- */
-/* OK, or the error that every rank reports from now on; also STATE in a forked child. A few ns. */
+/* --- comm_error.c: why the group ended, and which rank failed
+ * ------------------------------------------------------- */
+/* Return OK, the error that every rank reports from now on, or STATE in a forked child. A few ns. */
 zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
 /* Record a comm error (the first one counts) and return the one that stands. */
 zpp_status zpp_comm_fail(struct zpp_comm *comm, zpp_status status, int failed_rank, struct zpp_err *err,
                          const char *format, ...) __attribute__((format(printf, 5, 6)));
-/* The same for what another host has told: it is not told again. */
+/* Record a comm error that another host reported; it is not sent on. */
 void zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
 bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
@@ -222,23 +223,22 @@ bool zpp_comm_forked(const struct zpp_comm *comm);
 /* --- control_message.c -------------------------------------------------------------------------------------------- */
 zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_message *content, int fd,
                             struct zpp_err *err);
-/* Next control message of `kind` and `number` from `rank`; others are kept for later. The descriptor is the
- * caller's. */
+/* Wait for the control message of `kind` and `number` from `rank`; others are kept for later. The caller owns `fd`. */
 zpp_status zpp_message_wait(struct zpp_wait_ctx *wait_ctx, int rank, uint64_t kind, uint64_t number,
                             struct zpp_message *content, int *fd, struct zpp_err *err);
-/* The same, or AGAIN if it is not there. */
+/* Return that message, or AGAIN if it has not come. */
 zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_message *content,
                            int *fd, struct zpp_err *err);
 void zpp_message_clear(struct zpp_comm *comm);
 
 /* The slow part of a wait that is not on a counter, about every 100 ms: comm error, tick, log, timeout. `rank` is
- * waited for. `gone`: zpp_peer_gone said so *before* the caller looked once more for what it waits for, in vain: then
- * that is the comm error. */
+ * waited for. `gone`: zpp_peer_gone was true *before* the caller last checked its condition, in vain; that becomes the
+ * comm error. */
 zpp_status zpp_wait_check(struct zpp_wait_ctx *wait_ctx, int rank, bool gone, struct zpp_err *err);
 
 /* --- sig.c: every collective begins here ------------------------------------------------------------------------- */
 enum { ZPP_NO_OP = 0xff, ZPP_NO_ROOT = 0xffff };
-#define ZPP_SIG_BESIDE UINT64_C(0x80) /* of `what`: the bytes go another way */
+#define ZPP_SIG_BESIDE UINT64_C(0x80) /* of `what`: another transport moves the bytes */
 /* For messages: "all_reduce(float32, 16 elements, sum)". The first is in call.c. */
 void zpp_call_describe(const struct zpp_comm *comm, const struct zpp_call *call, char *text, size_t capacity);
 void zpp_sig_describe(const struct zpp_sig *sig, char *text, size_t capacity);
@@ -246,15 +246,15 @@ struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce
 static inline bool zpp_coll_has_root(enum zpp_coll coll) {
     return coll == ZPP_COLL_BROADCAST || coll == ZPP_COLL_REDUCE || coll == ZPP_COLL_GATHER || coll == ZPP_COLL_SCATTER;
 }
-static inline bool zpp_coll_reduces(enum zpp_coll coll) { /* exactly: quantised ones are checked by zpp_quant_check */
+static inline bool zpp_coll_reduces(enum zpp_coll coll) { /* quantised ones are checked by zpp_quant_check */
     return coll == ZPP_COLL_ALL_REDUCE || coll == ZPP_COLL_REDUCE || coll == ZPP_COLL_REDUCE_SCATTER;
 }
-/* INVALID for a root that is no rank of the group, where the collective has one. */
+/* Return INVALID if the collective has a root that is no rank of the group. */
 zpp_status zpp_root_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err);
 /* Begin a collective: check the group, take its sequence number, set up `wait_ctx`. */
 zpp_status zpp_enter(struct zpp_comm *comm, struct zpp_sig sig, const struct zpp_wait *wait,
                      struct zpp_wait_ctx *wait_ctx, struct zpp_err *err);
-/* My post of this collective, to be filled before zpp_exchange. */
+/* This rank's post of this collective, to be filled before zpp_exchange. */
 static inline struct zpp_post *zpp_my_post(struct zpp_comm *comm) {
     return &zpp_control(comm, comm->rank)->post[comm->seq % 2];
 }
@@ -264,24 +264,24 @@ static inline const struct zpp_post *zpp_post_of(const struct zpp_comm *comm, in
 static inline const uint8_t *zpp_payload(const struct zpp_comm *comm, int rank, size_t bytes) {
     return bytes <= ZPP_INLINE_BYTES ? zpp_post_of(comm, rank)->bytes : zpp_control(comm, rank)->small[comm->seq % 2];
 }
-/* Publish my post, wait for everybody's, compare the signatures. */
+/* Publish this rank's post, wait for all posts, compare the signatures. */
 zpp_status zpp_exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err);
-/* The same with a payload of at most ZPP_SMALL_BYTES, which peers then read at zpp_payload(). */
+/* Exchange with a payload of at most ZPP_SMALL_BYTES, which peers then read at zpp_payload(). */
 zpp_status zpp_exchange_small(struct zpp_wait_ctx *wait_ctx, const void *payload, size_t bytes, struct zpp_err *err);
-/* The same, publishing where a large tensor lies. `*in_place`: every rank's lies in an arena, then tensor[r] is rank
- * r's, mapped here. */
+/* Exchange and publish where a large tensor lies. `*in_place` is true if every rank's tensor lies in an arena; then
+ * tensor[r] is rank r's, mapped here. */
 zpp_status zpp_exchange_place(struct zpp_wait_ctx *wait_ctx, const void *tensor_here, size_t bytes, bool *in_place,
                               const uint8_t **tensor, struct zpp_err *err);
-/* The same where only the tensor of `owner` matters. */
+/* Exchange where only the tensor of `owner` matters. */
 zpp_status zpp_exchange_place_of(struct zpp_wait_ctx *wait_ctx, int owner, const void *tensor_here, size_t bytes,
                                  bool *in_arena, const uint8_t **tensor, struct zpp_err *err);
 
 /* --- store_policy.c: nontemporal or cached stores ----------------------------------------------------------------- */
-/* For the collective in progress, on a tensor of `bytes`, before the exchange: what rank 0 posts. */
+/* Before the exchange: write the policy that rank 0 posts for the collective in progress, on a tensor of `bytes`. */
 void zpp_store_policy_post(struct zpp_comm *comm, size_t bytes, struct zpp_place *place);
 /* After the exchange: use the store policy that rank 0 posted. */
 void zpp_store_policy_adopt(struct zpp_comm *comm, bool in_place);
-void zpp_store_policy_learn(struct zpp_comm *comm, uint64_t took_ns); /* the collective in progress took so long */
+void zpp_store_policy_learn(struct zpp_comm *comm, uint64_t took_ns); /* of the collective in progress */
 static inline bool zpp_own_nontemporal(const struct zpp_comm *comm) { return !(comm->policy & ZPP_OWN_CACHED); }
 static inline bool zpp_shared_nontemporal(const struct zpp_comm *comm) { return !(comm->policy & ZPP_SHARED_CACHED); }
 
@@ -309,32 +309,34 @@ zpp_status zpp_coll_quant(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *
 enum { ZPP_STREAM_BYTES = 4 * 1024 * 1024 }; /* outputs from this size on may be written around the cache */
 
 /* --- rounds.c: staging in rounds --------------------------------------------------------------------------------- */
-/* Wait until my slot of the next round is free (every peer has taken what it held). */
+/* Wait until this rank's slot of the next round is free (every peer has taken what it held). */
 zpp_status zpp_stage_begin(struct zpp_wait_ctx *wait_ctx, int stage, uint8_t **slot, struct zpp_err *err);
 void zpp_stage_publish(struct zpp_comm *comm, int stage);
-/* Wait until every peer has staged the next round; then it is at zpp_stage(comm, r, stage, comm->taken[stage]). */
+/* Wait until every peer has staged the next round, which then lies at zpp_stage(comm, r, stage,
+ * comm->taken[stage]). */
 zpp_status zpp_take_begin(struct zpp_wait_ctx *wait_ctx, int stage, struct zpp_err *err);
 void zpp_take_end(struct zpp_comm *comm, int stage);
-/* All of the above for a whole collective: every rank fills every round and takes every round. A slot is not filled
- * again before its own rank, too, has taken or passed it, so a rank may read its own slot like a peer's. */
+/* A whole collective in rounds: every rank fills and takes every round. A slot is filled again only after its own
+ * rank, too, has taken or passed it, so a rank may read its own slot like a peer's. */
 struct zpp_pipeline {
     size_t rounds;
     const void *ctx;
     void (*fill)(const void *ctx, size_t round, uint8_t *slot);
     /* The peers' slots of this round are at zpp_stage(comm, r, stage, staged); stage 0, after `pass` stage 1. */
     void (*take)(const void *ctx, size_t round, uint32_t staged);
-    /* NULL: none. From the peers' slots in stage 0 into my slot in stage 1. */
+    /* May be NULL. From the peers' slots in stage 0 into this rank's slot in stage 1. */
     void (*pass)(const void *ctx, size_t round, uint32_t staged, uint8_t *slot);
 };
 zpp_status zpp_pipeline_run(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err);
-/* memcpy into a slot, the way that this collective stages its bytes. */
+/* memcpy into a slot, by the store policy of this collective. */
 static inline void zpp_stage_copy(const struct zpp_comm *comm, uint8_t *slot, const void *src, size_t bytes) {
     zpp_copy(slot, src, bytes, zpp_shared_nontemporal(comm));
 }
 /* In place: pass to the next phase; wait until every rank has passed phase `step`. */
 uint32_t zpp_step_pass(struct zpp_comm *comm);
 zpp_status zpp_step_wait(struct zpp_wait_ctx *wait_ctx, uint32_t step, struct zpp_err *err);
-/* The last phase of a collective that began at `start_ns`: until every rank is here, peers read this rank's tensor. */
+/* Pass the last phase of a collective that began at `start_ns`, and wait for all ranks: peers read this rank's tensor
+ * until then. */
 zpp_status zpp_step_last(struct zpp_wait_ctx *wait_ctx, uint64_t start_ns, struct zpp_err *err);
 
 /* --- arena.c ----------------------------------------------------------------------------------------------------- */
@@ -355,7 +357,7 @@ static inline void zpp_count_call(struct zpp_comm *comm, enum zpp_traffic_kind k
     atomic_fetch_add_explicit(&comm->traffic_calls[kind], 1, memory_order_relaxed);
 }
 
-/* Of the bytes counted: those that came from another node. */
+/* Count bytes that came from another node, a part of those of zpp_count_call. */
 static inline void zpp_count_far(struct zpp_comm *comm, enum zpp_traffic_kind kind, uint64_t bytes) {
     atomic_fetch_add_explicit(&comm->traffic_far_bytes[kind], bytes, memory_order_relaxed);
 }

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Send and receive with tags. Each ordered pair of ranks has a channel (struct zpp_channel_ops), made at the first
- * send; a message is a header and its bytes. A message that nobody asked for yet is taken out of the ring into memory
- * of its own, so one tag never blocks another and two ranks that both send first never block each other. A receive
+ * send; a message is a header and its bytes. A message without a matching receive is moved out of the ring into memory
+ * of its own, so one tag never blocks another, and two ranks that both send first never block each other. A receive
  * matches the oldest message of its source (or of any source) with its tag.
  *
- * Who moves bytes: whoever waits for a transfer moves all transfers; a thread of the group does it while transfers are
- * pending and nobody waits. Each rank has one doorbell word: peers ring it after they wrote for it or made room for it.
- * `lock` guards everything in struct zpp_p2p and all transfers.
+ * A thread that waits for a transfer moves all transfers; while none waits, a thread of the group moves those that are
+ * pending. Each rank has one doorbell counter: peers raise it after they wrote to a channel or read from one. `lock`
+ * guards everything in struct zpp_p2p and all transfers.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -19,19 +19,19 @@
 #include "internal.h"
 #include "tcp/net.h"
 
-enum { GRACE_NS = 300000 }; /* most transfers are waited for at once; the thread lets those pass */
+enum { GRACE_NS = 300000 }; /* most transfers get a waiting thread at once, which the group's thread leaves them to */
 
-static const uint64_t MESSAGE_BYTES_MAX = (uint64_t)1 << 40; /* larger is no message but a damaged header */
+static const uint64_t MESSAGE_BYTES_MAX = (uint64_t)1 << 40; /* a larger size means a damaged header */
 
 struct header {
     uint64_t tag, bytes;
 };
 
 struct zpp_transfer {
-    struct zpp_transfer *next; /* in the list it waits in: sends of one rank, or receives */
+    struct zpp_transfer *next; /* in its list: sends to one rank, or receives */
     struct zpp_p2p *p2p;
     bool is_send, started, held;
-    int peer; /* receive: ZPP_NO_RANK until a message matched, if any source will do */
+    int peer; /* receive from any source: ZPP_NO_RANK until a message matched */
     struct header header;
     uint8_t *data;
     size_t moved_bytes;
@@ -53,7 +53,8 @@ struct peer {
     void *out, *in;
     struct zpp_transfer *sends, **sends_end;
     struct early *early, **early_end;
-    /* The message that comes in now: `coming` with a header, into a transfer, an early message, or (both NULL) nowhere.
+    /* The incoming message: its header is `coming`; its bytes go to a transfer, to an early message, or (both NULL)
+     * are discarded.
      */
     bool coming;
     struct header header;
@@ -96,7 +97,8 @@ static zpp_status check_size(struct zpp_p2p *p2p, struct zpp_transfer *transfer,
     if (transfer->header.bytes == bytes) return ZPP_OK;
     return zpp_fail_rank(&transfer->err, ZPP_PEER, source,
                          "comm: rank %d sent %zu bytes with tag %" PRIu64
-                         " to rank %d of group \"%s\", whose receive has room for %" PRIu64 "; both must be "
+                         " to rank %d of group \"%s\", whose receive expects %" PRIu64
+                         "; both must be "
                          "one size",
                          source, bytes, transfer->header.tag, p2p->comm->rank, p2p->comm->name, transfer->header.bytes);
 }
@@ -142,7 +144,7 @@ static struct zpp_transfer *match(struct zpp_p2p *p2p, int source, uint64_t tag)
     return NULL;
 }
 
-/* Decide where the message that begins now goes. */
+/* Choose the destination of the message that begins now. */
 static zpp_status begin_message(struct zpp_p2p *p2p, int source, struct zpp_err *err) {
     struct peer *peer = &p2p->peer[source];
     peer->by->read(peer->in, &peer->header, sizeof peer->header);
@@ -154,7 +156,7 @@ static zpp_status begin_message(struct zpp_p2p *p2p, int source, struct zpp_err 
         remove_receive(p2p, transfer);
         transfer->peer = source;
         if (check_size(p2p, transfer, source, peer->header.bytes) != ZPP_OK) {
-            peer->into = NULL; /* its bytes are thrown away */
+            peer->into = NULL; /* its bytes are discarded */
             finish(p2p, transfer, ZPP_PEER);
         }
     } else {
@@ -208,7 +210,7 @@ static zpp_status pull(struct zpp_p2p *p2p, int source, bool *moved, struct zpp_
     return ZPP_OK;
 }
 
-/* A new receive may match what came before it. */
+/* Match a new receive with an early message. */
 static void match_early(struct zpp_p2p *p2p, struct zpp_transfer *transfer, int source) {
     struct peer *peer = &p2p->peer[source];
     struct early **at = &peer->early;
@@ -262,7 +264,7 @@ static void fail_all(struct zpp_p2p *p2p, const struct zpp_err *err) {
     p2p->receives_end = &p2p->receives;
 }
 
-/* Without this, a counter that was overwritten would look like an endless stream of empty messages. */
+/* Without this check an overwritten counter would look like an endless stream of empty messages. */
 static zpp_status check_rings(struct zpp_p2p *p2p, int rank, struct zpp_err *err) {
     const struct peer *peer = &p2p->peer[rank];
     if (!(peer->in && peer->by->damaged(peer->in)) && !(peer->out && peer->by->damaged(peer->out))) return ZPP_OK;
@@ -283,7 +285,7 @@ static zpp_status progress_with(struct zpp_p2p *p2p, int rank, bool *moved, stru
     return status;
 }
 
-/* Move what can be moved now. Called with the lock held. */
+/* Move all bytes that can move now. Called with the lock held. */
 static bool progress(struct zpp_p2p *p2p) {
     struct zpp_comm *comm = p2p->comm;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -297,7 +299,7 @@ static bool progress(struct zpp_p2p *p2p) {
         any = any || moved;
     }
     if (status != ZPP_OK) fail_all(p2p, &err);
-    if (any) ring(comm, comm->rank); /* other threads here may wait for what this one moved */
+    if (any) ring(comm, comm->rank); /* other threads of this rank may wait for transfers that this one moved */
     return any;
 }
 
@@ -307,7 +309,8 @@ static void describe(const void *ctx, char *text, size_t capacity) {
              transfer->header.bytes, transfer->header.tag);
 }
 
-/* Who is waited for, and whether it is gone; for a receive from any source, a rank that is gone, if there is one. */
+/* Return the rank that a transfer waits for, and whether it is gone; for a receive from any source, a rank that is
+ * gone, if there is one. */
 static int awaited(const struct zpp_comm *comm, const struct zpp_transfer *transfer, bool *gone) {
     int first = transfer->peer;
     for (int r = 0; r < comm->ranks; r++) {
@@ -337,7 +340,7 @@ zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait
     while (status == ZPP_OK && transfer->status == ZPP_AGAIN) {
         const uint32_t heard = atomic_load(&bell->value);
         bool gone = false;
-        const int rank = looks ? awaited(comm, transfer, &gone) : ZPP_NO_RANK; /* before what it sent is looked for */
+        const int rank = looks ? awaited(comm, transfer, &gone) : ZPP_NO_RANK; /* before the check for its bytes */
         if (progress(p2p) || transfer->status != ZPP_AGAIN) continue;
         pthread_mutex_unlock(&p2p->lock);
         if (looks) status = zpp_wait_check(&wait_ctx, rank, gone, err);
@@ -397,7 +400,7 @@ static void *run(void *arg) {
 
 /* --- life -------------------------------------------------------------------------------------------------------- */
 
-static void drop(struct zpp_p2p *p2p) { /* called with the lock held, gives it up */
+static void drop(struct zpp_p2p *p2p) { /* called with the lock held; releases it */
     const bool last = --p2p->holders == 0;
     pthread_mutex_unlock(&p2p->lock);
     if (!last) return;
@@ -437,7 +440,8 @@ static zpp_status ready(struct zpp_comm *comm, int peer, struct zpp_err *err) {
     return status;
 }
 
-/* Start a transfer that was put into its list: move what can be moved, and see that somebody moves the rest. Lock held.
+/* Start a transfer that was put into its list: move what can move now, and start the group's thread for the rest.
+ * Called with the lock held.
  */
 static zpp_status start(struct zpp_p2p *p2p, const struct zpp_transfer *transfer, struct zpp_err *err) {
     (void)progress(p2p);

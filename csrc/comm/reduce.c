@@ -36,7 +36,7 @@ static bool is_float(zpp_dtype dtype) {
 
 zpp_status zpp_reduce_check(zpp_reduce_op op, zpp_dtype dtype, struct zpp_err *err) {
     if ((unsigned)dtype >= ZPP_DTYPES)
-        return zpp_fail(err, ZPP_INVALID, "comm: dtype %d is none that a reduction knows", (int)dtype);
+        return zpp_fail(err, ZPP_INVALID, "comm: unknown dtype %d of a reduction", (int)dtype);
     if ((unsigned)op >= ZPP_REDUCE_OPS)
         return zpp_fail(err, ZPP_INVALID, "comm: reduce operation %d, wanted 0..%d", (int)op, ZPP_REDUCE_OPS - 1);
     const bool bits = op == ZPP_BAND || op == ZPP_BOR || op == ZPP_BXOR;
@@ -119,14 +119,14 @@ static void combine(void *acc, const void *src, size_t elems, zpp_dtype dtype, z
 
 /* --- blocks ------------------------------------------------------------------------------------------------------ */
 
-/* What the sources have, or are widened to, is combined here. */
+/* The sources are combined here, in their own dtype or widened. */
 union block {
     float f32[BLOCK_ELEMS];
     double f64[BLOCK_ELEMS];
     uint8_t bytes[BLOCK_ELEMS * 8];
 };
 
-/* 16-bit elements in fp32. */
+/* Combine 16-bit elements in fp32. */
 static void combine_halves(union block *acc, zpp_reduce_op op, const void *from, bool first, zpp_dtype dtype,
                            size_t elems) {
     float wide[BLOCK_ELEMS];
@@ -209,7 +209,7 @@ static struct zpp_sum_seen sum_f64(const struct zpp_sum *sum, double scale, size
     return seen;
 }
 
-/* Without a scale. To accumulate makes dst the first source. */
+/* Sum integers, without a scale. With `accumulate`, dst becomes the first source. */
 static void sum_integers(const struct zpp_sum *sum, zpp_dtype dtype, size_t elems) {
     const void *all[ZPP_RANKS_MAX + 1];
     int sources = 0;

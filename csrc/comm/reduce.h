@@ -23,12 +23,12 @@ struct zpp_sum {
     bool accumulate; /* add to what dst has */
     bool wide;       /* dst is fp32 although the elements are 16-bit */
     bool stream;     /* dst is large and not read again soon: write around the cache (fp32 alone) */
-    bool report;     /* what the sum sees: costs time where the data is in the cache */
-    bool replaces;   /* dst is one of the sources: report on what it had, too */
+    bool report;     /* return what the sum saw; takes time where the data is in the cache */
+    bool replaces;   /* dst is one of the sources: report on its old elements, too */
 };
 
 /* The sum kernels of one instruction set. With `report` each returns what it saw, without a second pass over memory;
- * otherwise zeros. */
+ * else zeros. */
 struct zpp_sum_kernels {
     struct zpp_sum_seen (*f32)(const struct zpp_sum *sum, size_t elems);
     struct zpp_sum_seen (*bf16)(const struct zpp_sum *sum, size_t elems);
@@ -36,8 +36,8 @@ struct zpp_sum_kernels {
     void (*copy)(void *dst, const void *src, size_t bytes); /* around the cache */
 };
 
-/* What kernels keep: the largest bits of an fp32 value without its sign. From ZPP_SUM_INFINITE on they stand for an
- * infinite value or NaN. */
+/* Kernels keep the largest bits of an fp32 value without its sign. Bits from ZPP_SUM_INFINITE on mean an infinite
+ * value or NaN. */
 enum { ZPP_SUM_MAGNITUDE = 0x7fffffff, ZPP_SUM_INFINITE = 0x7f800000 };
 static inline struct zpp_sum_seen zpp_sum_seen(uint32_t largest_result, uint32_t largest_replaced) {
     return (struct zpp_sum_seen){ .nonfinite = largest_result >= ZPP_SUM_INFINITE,
@@ -49,9 +49,9 @@ extern const struct zpp_sum_kernels zpp_sum_avx2, zpp_sum_avx512;
 #endif
 const struct zpp_sum_kernels *zpp_sum_kernels(void); /* the best of this CPU */
 
-/* INVALID, with a message, for what makes no sense: bit operations on floating point, avg of integers. */
+/* Return INVALID, with a message, for bit operations on floating point and for avg of integers. */
 zpp_status zpp_reduce_check(zpp_reduce_op op, zpp_dtype dtype, struct zpp_err *err);
-/* The reduction above for any operation; AVG multiplies by 1 / sources, rounded to fp32 (fp64 for doubles). `stream`:
+/* Reduce as above, with any operation; AVG multiplies by 1 / sources, rounded to fp32 (fp64 for doubles). `stream`:
  * see above. */
 void zpp_reduce_op_sources(void *dst, zpp_reduce_op op, const void *const *src, int sources, zpp_dtype dtype,
                            size_t elems, bool stream);

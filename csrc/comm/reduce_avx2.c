@@ -48,7 +48,7 @@ struct largest {
 
 static inline __m256i larger(__m256i largest, __m256 value) {
     const __m256i bits = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(ZPP_SUM_MAGNITUDE));
-    return _mm256_max_epi32(largest, bits); /* without a sign, so signed is as good */
+    return _mm256_max_epi32(largest, bits); /* no sign bit, so signed max is right */
 }
 
 static inline uint32_t largest_lane(__m256i lanes) {
@@ -84,7 +84,7 @@ static inline __attribute__((always_inline)) void sum_block(const struct zpp_sum
     }
 }
 
-/* Whole blocks alone. Returns how many elements those have. */
+/* Sum whole blocks only. Return how many elements they have. */
 static inline __attribute__((always_inline)) size_t block_loop(const struct zpp_sum *sum, size_t elems, load_fn load,
                                                                load_fn load_dst, store_fn store, bool report,
                                                                struct zpp_sum_seen *seen) {
@@ -111,7 +111,7 @@ static inline __attribute__((always_inline)) size_t sum_blocks(const struct zpp_
                        : block_loop(sum, elems, load, load_dst, store, false, seen);
 }
 
-/* The elements behind the whole blocks, by the scalar kernel of the same dtype. */
+/* Sum the elements after the whole blocks with the scalar kernel of the same dtype. */
 static struct zpp_sum_seen sum_rest(struct zpp_sum_seen (*scalar)(const struct zpp_sum *, size_t),
                                     const struct zpp_sum *sum, size_t elem_bytes, size_t done, size_t elems,
                                     struct zpp_sum_seen seen) {

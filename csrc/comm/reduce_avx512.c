@@ -54,7 +54,7 @@ struct largest {
 
 static inline __m512i larger(__m512i largest, __m512 value) {
     const __m512i bits = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(ZPP_SUM_MAGNITUDE));
-    return _mm512_max_epi32(largest, bits); /* without a sign, so signed is as good */
+    return _mm512_max_epi32(largest, bits); /* no sign bit, so signed max is right */
 }
 
 /* `groups` vectors from element `i` on; only the lanes of the last call's tail are masked. Inlined with known

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Sums of floating point arrays, plain version: the meaning of the reduction. See reduce.h.
+ * Sums of floating point arrays in plain C, which define the result of the reduction. See reduce.h.
  */
 #include <string.h>
 

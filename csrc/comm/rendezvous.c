@@ -1,19 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Rendezvous: how the ranks of one host find each other and exchange their control memory, and who is on which host.
+ * Rendezvous: the ranks of one host find each other and exchange their control memory; every rank learns the host of
+ * every rank.
  *
  *   1. Each rank listens on a Unix socket of abstract, random name (nothing in the file system) and puts its endpoint
- *   into
- * the store: host, process, socket name, and a random secret.
- *   2. It reads all endpoints. An endpoint with another identity (net_address.c) is of a rank elsewhere; net_join.c
- *   sees to it.
- *   3. Each pair of this host connects, higher rank to lower. Both check the user id that the kernel reports for the
- * other end; the one that connects shows the listener's secret and is shown its own (each could read the store, so it
- * belongs to the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was
- * sent is right in every pid namespace.
+ *   into the store: host, process, socket name, and a random secret. 2. It reads all endpoints. An endpoint with
+ *   another identity (net_address.c) belongs to a rank on another host; net_join.c connects to it. 3. Each pair of
+ *   this host connects, higher rank to lower. Both check the user id that the kernel reports for the other end. The
+ *   connecting rank sends the listener's secret and receives its own (both can read the store, so both belong to the
+ *   job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent is valid
+ *   in every pid namespace.
  *
- * The boot id names the running kernel, so containers of one machine agree on it whatever their host names are. Network
- * namespaces do separate abstract names, so the identity has the namespace in it.
+ * The boot id names the running kernel, so containers of one machine agree on it, whatever their host names are.
+ * Network namespaces do separate abstract names, so the identity has the namespace in it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -124,8 +123,9 @@ static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_
                              "does not know (wanted %zu); run the same zeropp on all ranks",
                              bytes, rank, sizeof *endpoint);
     if (endpoint->ranks != own->ranks)
-        return zpp_fail_rank(err, ZPP_PEER, rank, "comm: rank %d says that group \"%s\" has %u ranks, rank %d says %d",
-                             rank, comm->name, endpoint->ranks, comm->rank, comm->ranks);
+        return zpp_fail_rank(err, ZPP_PEER, rank,
+                             "comm: rank %d says that group \"%s\" has %u ranks, but rank %d says %d", rank, comm->name,
+                             endpoint->ranks, comm->rank, comm->ranks);
     rendezvous->elsewhere[rank] = strncmp(endpoint->identity, own->identity, sizeof endpoint->identity) != 0;
     comm->peer[rank].pid = (int32_t)endpoint->pid;
     return ZPP_OK;
@@ -169,7 +169,7 @@ static zpp_status send_handshake(const struct rendezvous *rendezvous, int socket
     return zpp_fail_os(err, errno, "comm: rank %d cannot be written to while joining", rank);
 }
 
-/* The descriptors of a packet, as many as there are; an empty packet may carry some, too. */
+/* Take the descriptors of a packet; an empty packet may carry some, too. */
 static void read_descriptors(struct msghdr *message, int *fd) {
     struct cmsghdr *head = CMSG_FIRSTHDR(message);
     if (!head || head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) return;
@@ -177,7 +177,8 @@ static void read_descriptors(struct msghdr *message, int *fd) {
     memcpy(fd, CMSG_DATA(head), bytes < sizeof(int) * FDS ? bytes : sizeof(int) * FDS);
 }
 
-/* AGAIN: nothing there yet. `fd` are the caller's to close, whatever is returned with OK. */
+/* Receive a packet. AGAIN: none is there yet. The caller closes the descriptors in `fd`, whatever is returned with
+ * OK. */
 static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, int *fd, int *os_errno) {
     union {
         char bytes[CMSG_SPACE(sizeof(int) * FDS)];
@@ -200,7 +201,7 @@ static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, 
 }
 
 static bool same_secret(const uint8_t *a, const uint8_t *b) {
-    uint8_t difference = 0; /* in constant time, out of habit */
+    uint8_t difference = 0; /* in constant time, as for any secret */
     for (int i = 0; i < SECRET_BYTES; i++) difference |= (uint8_t)(a[i] ^ b[i]);
     return difference == 0;
 }
@@ -223,10 +224,10 @@ static zpp_status await_handshake(struct rendezvous *rendezvous, int socket_fd, 
         const zpp_status status = receive_handshake(socket_fd, handshake, fd, &os_errno);
         if (status == ZPP_OK) return ZPP_OK;
         if (status != ZPP_AGAIN)
-            return zpp_fail_rank(
-                err, ZPP_PEER, rank, "comm: rank %d (process %u) went away while joining group \"%s\"%s%s", rank,
-                rendezvous->endpoint[rank].pid, rendezvous->comm->name, os_errno ? ": " : "", os_errno
-                ? strerror(os_errno) : "");
+            return zpp_fail_rank(err, ZPP_PEER, rank,
+                                 "comm: rank %d (process %u) closed its connection while joining group \"%s\"%s%s",
+                                 rank, rendezvous->endpoint[rank].pid, rendezvous->comm->name, os_errno ? ": " : "",
+                                 os_errno ? strerror(os_errno) : "");
         struct pollfd readable = {socket_fd, POLLIN, 0};
         (void)poll(&readable, 1, 100);
         const zpp_status late = zpp_wait_check(&rendezvous->wait_ctx, rank, false, err);
@@ -270,8 +271,8 @@ static zpp_status join_lower(struct rendezvous *rendezvous, int rank, struct zpp
         (handshake.rank != (uint32_t)rank
          || !same_secret(handshake.secret, rendezvous->endpoint[rendezvous->comm->rank].secret))) {
         status = zpp_fail_rank(err, ZPP_PEER, rank,
-                               "comm: who answers for rank %d does not know the secret of group \"%s\"", rank,
-                               rendezvous->comm->name);
+                               "comm: the process that answers for rank %d does not know the secret of group \"%s\"",
+                               rank, rendezvous->comm->name);
         for (int i = 0; i < FDS; i++)
             if (fd[i] >= 0) close(fd[i]);
     }
@@ -280,7 +281,8 @@ static zpp_status join_lower(struct rendezvous *rendezvous, int rank, struct zpp
     return status;
 }
 
-/* Who connects is a higher rank of the job, or a stranger, who is turned away without ending the rendezvous. */
+/* A connection comes from a higher rank of the job, or from a stranger, which is refused without ending the
+ * rendezvous. */
 static zpp_status admit(struct rendezvous *rendezvous, int socket_fd, bool *joined, struct zpp_err *err) {
     struct zpp_comm *comm = rendezvous->comm;
     struct zpp_err ignored = ZPP_ERR_INIT;
@@ -317,7 +319,8 @@ static int lowest_missing(const struct rendezvous *rendezvous) {
     return comm->ranks;
 }
 
-/* A rank that is still to come listens. One that ended no longer does: then its abstract name is free again. */
+/* Detect a rank that ended: one that is still to connect listens, and the abstract name of one that ended is free
+ * again. */
 static bool no_longer_listens(const struct endpoint *endpoint) {
     struct sockaddr_un address;
     const socklen_t length = abstract_address(&address, endpoint->socket_name);
@@ -341,7 +344,7 @@ static zpp_status await_higher(struct rendezvous *rendezvous, struct zpp_err *er
         if (status == ZPP_OK && !joined) status = zpp_wait_check(&rendezvous->wait_ctx, missing, false, err);
         if (status != ZPP_OK) return status;
         if (joined || socket_fd >= 0) continue;
-        if (lost == missing) /* refused before, and nothing from it was in the queue since */
+        if (lost == missing) /* refused before, and no packet from it came since */
             return zpp_fail_rank(err, ZPP_PEER, lost, "comm: rank %d (process %u) ended while joining group \"%s\"",
                                  lost, rendezvous->endpoint[lost].pid, comm->name);
         if (++idle_rounds % 10 == 0 && no_longer_listens(&rendezvous->endpoint[missing])) lost = missing;
@@ -371,7 +374,7 @@ static zpp_status make_own_memory(struct rendezvous *rendezvous, struct zpp_err 
     return ZPP_OK;
 }
 
-/* Hosts by their lowest rank; every rank counts the same. */
+/* Number the hosts by their lowest rank, equally on every rank. */
 static void count_hosts(const struct rendezvous *rendezvous, struct zpp_hosts *hosts) {
     const struct zpp_comm *comm = rendezvous->comm;
     memset(hosts, 0, sizeof *hosts);

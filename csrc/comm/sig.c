@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How every collective begins: its sequence number, its signature, and the comparison with the peers' signatures. Order
- * is not identity: ranks whose programs diverged would otherwise add the halves of two different tensors without a
- * word.
+ * The start of every collective: its sequence number, its signature, and the comparison with the peers' signatures.
+ * Equal order does not prove an equal call: ranks whose programs diverged would otherwise add the halves of two
+ * different tensors without an error.
  *
  *   what: bits 0-6 collective, 7 on an accelerator (nccl.h), 8-15 dtype, 16-23 reduce op, 24-39 root
  *         of quantised ones: 40 four bits, 41-56 sixteenths of a block, 57-62 ranks a node (0: all)
@@ -43,7 +43,7 @@ struct zpp_sig zpp_sig_make(enum zpp_coll coll, zpp_dtype dtype, unsigned reduce
     return sig;
 }
 
-/* Text that grows at its end; what does not fit is left out. */
+/* A text that grows at its end; what does not fit is cut off. */
 struct text {
     char *at;
     size_t capacity, used;
@@ -69,7 +69,7 @@ static void add_object(struct text *text, unsigned object) {
     if (object >= ZPP_OBJECTS) add(text, " of model %u", object / ZPP_OBJECTS);
 }
 
-/* What every rank gives its own number of is described without one. */
+/* Collectives with a length of their own on each rank are described without one. */
 static void add_tensor(struct text *text, unsigned coll, unsigned dtype, uint64_t elems) {
     const char *name = dtype < ZPP_DTYPES ? zpp_dtype_name((zpp_dtype)dtype) : "?";
     if (coll == ZPP_COLL_BARRIER) return;
@@ -124,7 +124,7 @@ static zpp_status diverged(struct zpp_comm *comm, struct zpp_err *err) {
     int other = 1;
     while (other < comm->ranks - 1 && same_sig(&first, &zpp_post_of(comm, other)->sig)) other++;
     const struct zpp_sig second = zpp_post_of(comm, other)->sig;
-    const uint32_t seq = comm->outer ? comm->outer->seq : comm->seq; /* what the caller can count */
+    const uint32_t seq = comm->outer ? comm->outer->seq : comm->seq; /* the number of calls that the caller made */
     char here[160], there[160];
     zpp_sig_describe(&first, here, sizeof here);
     zpp_sig_describe(&second, there, sizeof there);

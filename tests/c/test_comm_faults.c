@@ -210,7 +210,7 @@ static void two_threads(struct test_rank *me) {
     const struct second_thread *late = one.status == ZPP_OK ? &other : &one;
     CHECK_EQUAL(one.status == ZPP_OK ? one.status : other.status, ZPP_OK);
     CHECK_EQUAL(late->status, ZPP_STATE);
-    CHECK(strstr(late->err.text, "two threads of rank 0"));
+    CHECK(strstr(late->err.text, "from two threads at once"));
 }
 
 static void one_thread_at_a_time(void) {

@@ -271,7 +271,7 @@ static void refusals_body(struct test_rank *me) {
                 "root 7, wanted a rank");
     call.coll = ZPP_COLL_ALL_GATHER_QUANT;
     CHECK_FAILS(zpp_nccl_submit(gpu.nccl, &call, 1, gpu.native, NULL, &none, &err), ZPP_NOT_BUILT,
-                "not implemented yet");
+                "not supported yet");
     CHECK(none == NULL);
     call = (struct zpp_call){.coll = ZPP_COLL_BROADCAST, .dtype = ZPP_I16, .dst = x, .elems = 4};
     now(&gpu, &call); /* the group does not mind */
@@ -379,7 +379,7 @@ static void cannot_body(struct test_rank *me) {
     open_device(&gpu);
     const char *part = me->arg;
     CHECK_FAILS(zpp_nccl_create(me->comm, gpu.device, NULL, &gpu.nccl, &err), *part == 'm' ? ZPP_TIMEOUT : ZPP_DEVICE,
-                *part == 'm' ? "has not finished the meeting of its GPUs" : part);
+                *part == 'm' ? "has not finished the rendezvous of its GPUs" : part);
     CHECK(gpu.nccl == NULL);
     close_gpu(&gpu);
 }

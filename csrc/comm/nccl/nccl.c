@@ -10,7 +10,7 @@
 
 /* --- collectives -------------------------------------------------------------------------------------------------- */
 
-/* Our stream goes on where the caller's is now. */
+/* Make the group's stream wait for what the caller's stream holds now. */
 static zpp_status follow(struct zpp_nccl *nccl, void *native, struct zpp_err *err) {
     zpp_stream_adopt(nccl->caller, native);
     zpp_status status = zpp_event_record(nccl->before, nccl->caller, err);
@@ -25,7 +25,7 @@ static zpp_status stands(const struct zpp_nccl *nccl, struct zpp_err *err) {
     return zpp_comm_health(nccl->control, err);
 }
 
-/* Into the communicator, by its identity alone: it goes on its progress thread. */
+/* Submit the call to the communicator, without its bytes; it is compared on the progress thread. */
 static zpp_status enter_identity(struct zpp_nccl *nccl, const struct zpp_call *call, struct zpp_err *err) {
     struct zpp_call beside = *call;
     zpp_work *work = NULL;
@@ -104,7 +104,7 @@ zpp_status zpp_nccl_recv(zpp_nccl *nccl, void *data, size_t bytes, int from, voi
 
 /* --- waiting for works -------------------------------------------------------------------------------------------- */
 
-/* Launched, and the group stands, or the work is finished whatever became of the group. */
+/* True if it is launched and the group has no error, or if the work is finished, whatever happened to the group. */
 static zpp_status ready(zpp_nccl_work *work, struct zpp_err *err) {
     struct zpp_nccl *nccl = work->nccl;
     if (work->finished) return ZPP_OK;
@@ -173,7 +173,7 @@ struct join {
     ncclResult_t *result;
 };
 
-/* An operation, since NCCL takes the device that is current in the calling thread. */
+/* Run as a device operation, because NCCL uses the current device of the calling thread. */
 static zpp_status join(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)wait, (void)err;
     const struct join *what = arg;
@@ -197,7 +197,8 @@ static zpp_status prepare(struct zpp_nccl *nccl, ncclUniqueId *id, struct zpp_er
                     nccl->api->ncclGetErrorString(result));
 }
 
-/* Every rank says whether it can, rank 0 also the id: who cannot would be waited for in vain. */
+/* Every rank reports whether it can take part, rank 0 also the id; otherwise a rank that cannot would block the
+ * others. */
 struct said {
     ncclUniqueId id;
     int32_t status;
@@ -226,7 +227,7 @@ static zpp_status join_ranks(struct zpp_nccl *nccl, const struct zpp_wait *wait,
     status = zpp_stream_launch(nccl->stream, join, &arg, sizeof arg, err);
     if (status != ZPP_OK) return status;
     pthread_mutex_lock(&nccl->lock);
-    status = zpp_nccl_settle(nccl, result, "the meeting of its GPUs", wait, err);
+    status = zpp_nccl_settle(nccl, result, "the rendezvous of its GPUs", wait, err);
     pthread_mutex_unlock(&nccl->lock);
     return status;
 }
@@ -251,7 +252,7 @@ zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct z
     return status;
 }
 
-/* As long as the group stands; what is still there then is ended with it. */
+/* Flush while the group has no error; remaining works end with it. */
 static void drain(struct zpp_nccl *nccl) {
     (void)zpp_nccl_flush(nccl, NULL);
     while (nccl->running.first) {
@@ -282,14 +283,14 @@ void zpp_nccl_destroy(zpp_nccl *nccl) {
     if (!nccl) return;
     zpp_nccl_watch_end(nccl);
     const struct zpp_wait patience = {nccl->control->timeout_ns, NULL, NULL};
-    (void)zpp_async_drain(nccl->control, &patience, NULL); /* identities that are still on their way */
+    (void)zpp_async_drain(nccl->control, &patience, NULL); /* calls that the progress thread has not compared yet */
     pthread_mutex_lock(&nccl->lock);
     drain(nccl);
     end_comm(nccl);
     if (nccl->error.status == ZPP_OK)
         zpp_fail(&nccl->error, ZPP_STATE, "comm: group \"%s\" on GPUs is closed; make a new one", nccl->control->name);
     pthread_mutex_unlock(&nccl->lock);
-    if (nccl->caller) zpp_stream_adopt(nccl->caller, NULL); /* the caller's may be gone */
+    if (nccl->caller) zpp_stream_adopt(nccl->caller, NULL); /* the caller's stream may be destroyed */
     zpp_event_destroy(nccl->before);
     zpp_stream_destroy(nccl->stream);
     zpp_stream_destroy(nccl->caller);

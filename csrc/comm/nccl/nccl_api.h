@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * NCCL, found at run time: no header of its is needed to build, and no library to import. Declarations as nccl.h spells
- * them, so that the rows of nccl_api.def can be compared with it.
+ * NCCL, loaded at run time: the build needs neither its header nor its library. Declarations as nccl.h spells them, so
+ * that the rows of nccl_api.def can be compared with it.
  *
  * Threads: any.
  */

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * From a call (comm.h) to NCCL's functions. What is only moved goes as bytes, so every dtype can; reductions know
- * NCCL's dtypes and operations, and bool, whose sum is an or. Pieces for each rank (all-to-all, gather, scatter) are
- * sends and receives, pieces from each rank (all-gather into a list) are broadcasts, of one group.
+ * Translation of a call (comm.h) to NCCL's functions. Collectives that only move data move bytes, so they take every
+ * dtype; reductions take NCCL's dtypes and operations, and bool, whose sum is an or. Pieces for each rank (all-to-all,
+ * gather, scatter) are sends and receives, pieces from each rank (all-gather into a list) are broadcasts, of one
+ * group.
  */
 #include "nccl_internal.h"
 
@@ -34,8 +35,7 @@ static int op_of(zpp_reduce_op op, zpp_dtype dtype) {
 
 zpp_status zpp_nccl_check(const struct zpp_nccl *nccl, const struct zpp_call *call, struct zpp_err *err) {
     if (call->coll < ZPP_COLL_BARRIER || call->coll > ZPP_COLL_SCATTER)
-        return zpp_fail(err, ZPP_NOT_BUILT, "comm: collective %d on CUDA memory is not implemented yet",
-                        (int)call->coll);
+        return zpp_fail(err, ZPP_NOT_BUILT, "comm: collective %d on CUDA memory is not supported yet", (int)call->coll);
     zpp_status status = zpp_root_check(nccl->control, call, err);
     if (status != ZPP_OK || !zpp_coll_reduces(call->coll)) return status;
     status = zpp_reduce_check(call->op, call->dtype, err);
@@ -55,7 +55,7 @@ struct way {
     int rank, ranks;
 };
 
-/* The first failure counts. */
+/* Keep the first failure. */
 static void note(ncclResult_t *result, ncclResult_t one) {
     if (*result == ZPP_NCCL_SUCCESS && one != ZPP_NCCL_IN_PROGRESS) *result = one;
 }
@@ -70,7 +70,7 @@ static ncclResult_t all_gather(const struct way *way, const struct zpp_call *cal
     return result;
 }
 
-/* All-to-all, gather and scatter alike: bytes 0 means that nothing goes or comes. */
+/* All-to-all, gather and scatter; 0 bytes: no send or receive. */
 static ncclResult_t pieces(const struct way *way, const struct zpp_call *call) {
     ncclResult_t result = ZPP_NCCL_SUCCESS;
     for (int r = 0; r < way->ranks; r++) {
@@ -98,7 +98,7 @@ static ncclResult_t one(const struct way *way, const struct zpp_call *call) {
     case ZPP_COLL_BROADCAST:
         return api->ncclBroadcast(call->dst, call->dst, bytes, ZPP_NCCL_UINT8, call->root, way->comm, way->stream);
     case ZPP_COLL_ALL_GATHER: return all_gather(way, call, bytes);
-    case ZPP_COLL_BARRIER: return ZPP_NCCL_SUCCESS; /* its identity alone is what it is for */
+    case ZPP_COLL_BARRIER: return ZPP_NCCL_SUCCESS; /* no bytes: only its signature counts */
     default: return pieces(way, call);
     }
 }
@@ -127,7 +127,7 @@ static bool carries(const struct zpp_comm *comm, const struct zpp_call *call) {
     return call->beside;
 }
 
-/* NCCL moves the bytes (zpp_nccl_submit). What goes by the group's own transport is the identity alone. */
+/* NCCL moves the bytes (zpp_nccl_submit); the group's own transport only compares the call. */
 static zpp_status run(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
     return wait_ctx->comm->transport->identify(wait_ctx, call, err);
 }

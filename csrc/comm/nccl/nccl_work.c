@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Works of a group on GPUs: their lists, how NCCL is called and waited for, how a group ends that fails there, and the
- * thread that watches. The thread checks every 0.1 s while there is work: the communicator, whose comm error names a
- * rank that died, is late or diverged; what NCCL found by itself; how long the oldest work takes. Without work it
- * sleeps. The lock is held in all of it, but for zpp_nccl_drop and the start and end of the thread.
+ * Works of a group on GPUs: their lists, calls of NCCL and waits for it, the end of a group that fails, and the
+ * watching thread. The thread checks every 0.1 s while there is work: the communicator, whose comm error names a rank
+ * that died, is late or diverged; errors that NCCL detected; how long the oldest work takes. Without work it sleeps.
+ * The lock is held in all of it, but for zpp_nccl_drop and the start and end of the thread.
  */
 #include "nccl_internal.h"
 
@@ -46,7 +46,7 @@ static struct zpp_nccl_work *take_first(struct zpp_nccl_list *list) {
 void zpp_nccl_retire(struct zpp_nccl_list *list) {
     struct zpp_nccl_work *work = take_first(list);
     struct zpp_nccl *nccl = work->nccl;
-    if (zpp_nccl_work_drop(work)) nccl->holders--; /* its caller's handle is gone; the group's own keeps the group */
+    if (zpp_nccl_work_drop(work)) nccl->holders--; /* freed by the caller; the group keeps itself */
 }
 
 struct zpp_nccl_work *zpp_nccl_work_new(struct zpp_nccl *nccl, struct zpp_err *err) {
@@ -97,13 +97,13 @@ zpp_status zpp_nccl_break_by_nccl(struct zpp_nccl *nccl, ncclResult_t result, co
 zpp_status zpp_nccl_break_by_time(struct zpp_nccl *nccl, const char *doing, uint64_t waited_ns, struct zpp_err *err) {
     struct zpp_err cause = ZPP_ERR_INIT;
     zpp_fail_rank(&cause, ZPP_TIMEOUT, nccl->control->rank,
-                  "comm: the GPU of rank %d of group \"%s\" has not finished %s after %.3g s; it, a peer's, or what "
-                  "joins them hangs. Timed out waiting %.0fms",
+                  "comm: the GPU of rank %d of group \"%s\" has not finished %s after %.3g s; this GPU, a "
+                  "peer's, or their link hangs. Timed out waiting %.0fms",
                   nccl->control->rank, nccl->control->name, doing, (double)waited_ns / 1e9, (double)waited_ns / 1e6);
     return zpp_nccl_break(nccl, &cause, err);
 }
 
-/* The caller gets what its tick said, everybody else that this rank was interrupted. */
+/* The caller gets the tick's error, the other ranks one that this rank was interrupted. */
 static zpp_status break_by_tick(struct zpp_nccl *nccl, const char *doing, const struct zpp_err *said,
                                 struct zpp_err *err) {
     struct zpp_err cause = ZPP_ERR_INIT;
@@ -153,7 +153,7 @@ static zpp_status enqueue(void *arg, void *native, const struct zpp_wait *wait, 
     (void)wait, (void)err;
     const struct enqueue *what = arg;
     *what->result = zpp_nccl_enqueue(what->nccl, what->calls, what->count, what->transfers, native);
-    return ZPP_OK; /* what NCCL says is the group's error, not the stream's */
+    return ZPP_OK; /* NCCL's error belongs to the group, not to the stream */
 }
 
 zpp_status zpp_nccl_launch(struct zpp_nccl *nccl, const struct zpp_call *calls, size_t count,
@@ -187,11 +187,11 @@ zpp_status zpp_nccl_flush(struct zpp_nccl *nccl, struct zpp_err *err) {
 
 /* --- the watching thread ------------------------------------------------------------------------------------------ */
 
-/* The communicator's own timeout names who is absent, so it goes first. */
+/* The communicator's own timeout names the absent ranks, so it is checked first. */
 static const uint64_t AFTER_CONTROL_NS = 3000000000u, AFTER_DEATH_NS = 2000000000u;
 
-/* Every rank called it, and one went before its GPU was through. Who only left, left finished: its GPU had done its
- * part, and ours will soon. */
+/* Every rank made the call, and one died or left before its GPU had finished. A rank that merely left had finished its
+ * part, and this GPU will finish soon. */
 static zpp_status break_by_death(struct zpp_nccl *nccl, const char *doing, int rank) {
     struct zpp_err cause = ZPP_ERR_INIT;
     zpp_fail_rank(&cause, ZPP_PEER, rank,

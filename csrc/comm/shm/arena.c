@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Arenas: shared memory of one rank, handed out in blocks. An arena is one sparse memfd as large as the machine's
- * memory (only what is touched costs anything), made at the first request without any partner call: its descriptor
- * waits in the peers' sockets until they see a tensor in it. Blocks are found first-fit in a list of spans sorted by
- * offset; freed pages stay warm up to a limit, because touching fresh pages costs more than copying into them.
+ * memory (only touched pages take memory), made at the first request without a call on the peers: its descriptor waits
+ * in their sockets until they see a tensor in it. Blocks are found first-fit in a list of spans sorted by offset;
+ * freed pages stay warm up to a limit, because touching fresh pages costs more than copying into them.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -28,11 +28,11 @@ struct zpp_arena {
     uint64_t id; /* 1, 2, ... of that rank */
     uint8_t *base;
     size_t bytes;
-    /* The rest belongs to arenas of this rank, and is guarded by `lock`. */
+    /* For arenas of this rank only; guarded by `lock`. */
     pthread_mutex_t lock;
     struct span *spans;
     size_t blocks, warm_bytes;
-    bool orphan; /* the communicator is gone; the last block takes the arena with it */
+    bool orphan; /* the communicator is destroyed; zpp_block_free of the last block frees the arena */
 };
 
 struct zpp_block {
@@ -67,7 +67,7 @@ static struct zpp_arena *arena_new(int rank, uint64_t id, size_t bytes, struct z
 
 static size_t align_up(size_t value, size_t align) { return (value + align - 1) & ~(align - 1); }
 
-/* Cut [at, at + bytes) out of a free span. Returns it marked used, or NULL without memory. */
+/* Cut [at, at + bytes) out of a free span. Return it marked used, or NULL without memory. */
 static struct span *carve(struct span *span, size_t at, size_t bytes) {
     struct span *head = NULL, *tail = NULL;
     if (at > span->offset && !(head = malloc(sizeof *head))) return NULL;
@@ -79,7 +79,7 @@ static struct span *carve(struct span *span, size_t at, size_t bytes) {
         *tail = (struct span){span->next, at + bytes, span->offset + span->bytes - at - bytes, false};
         span->next = tail;
     }
-    if (head) { /* the old node keeps the front, so that nobody has to look for its predecessor */
+    if (head) { /* the old node keeps the front, so its predecessor need not change */
         *head = (struct span){span->next, at, bytes, true};
         span->bytes = at - span->offset;
         span->next = head;
@@ -136,13 +136,13 @@ static size_t machine_bytes(void) {
 static zpp_status announce(struct zpp_comm *comm, const struct zpp_arena *arena, int fd, struct zpp_err *err) {
     const struct zpp_message content = {ZPP_MESSAGE_ARENA, arena->id, arena->bytes, 0};
     zpp_status status = ZPP_OK;
-    if (comm->net) return ZPP_OK; /* the local group stages everything, so nobody would ask for it */
+    if (comm->net) return ZPP_OK; /* the local group stages everything, so no peer would take the message */
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (r != comm->rank) status = zpp_message_send(comm, r, &content, fd, err);
     return status;
 }
 
-/* The address space may be limited (ulimit -v): then ask for less, down to what is needed now. */
+/* Map the arena, or less of it, down to `wanted`, where the address space is limited (ulimit -v). */
 static zpp_status map_some(struct zpp_arena *arena, size_t wanted, int *out_fd, struct zpp_err *err) {
     for (;; arena->bytes = align_up(arena->bytes / 2, PAGE)) {
         void *base = NULL;
@@ -159,7 +159,7 @@ static zpp_status map_some(struct zpp_arena *arena, size_t wanted, int *out_fd, 
     }
 }
 
-/* One free span of all that was mapped. */
+/* Make one free span of all that was mapped. */
 static zpp_status make_spans(struct zpp_arena *arena, struct zpp_err *err) {
     arena->spans = malloc(sizeof *arena->spans);
     if (!arena->spans) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for an arena");

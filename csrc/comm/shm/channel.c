@@ -53,7 +53,7 @@ static zpp_status channel_accept(struct zpp_comm *comm, int rank, void **out, st
     return status;
 }
 
-/* Both counters lie where the other side can write, so what they say is bounded by the ring whatever they hold. */
+/* The other side can write both counters, so their difference is bounded by the ring, whatever they hold. */
 static size_t within_ring(uint64_t bytes) { return bytes < RING_BYTES ? (size_t)bytes : RING_BYTES; }
 
 static size_t channel_readable(void *handle) {
@@ -70,7 +70,7 @@ static size_t channel_writable(void *handle) {
 
 static bool channel_damaged(void *handle) {
     const struct zpp_channel *channel = handle;
-    const uint64_t read = atomic_load_explicit(&channel->read, memory_order_acquire); /* first: it never overtakes */
+    const uint64_t read = atomic_load_explicit(&channel->read, memory_order_acquire); /* never past `written` */
     return atomic_load_explicit(&channel->written, memory_order_acquire) - read > RING_BYTES;
 }
 
@@ -98,7 +98,7 @@ static size_t channel_read(void *handle, void *dst, size_t bytes) {
     return all;
 }
 
-static bool channel_flushed(void *channel) { return channel != NULL; } /* what is in the ring, the peer can read */
+static bool channel_flushed(void *channel) { return channel != NULL; } /* the peer can read all that is in the ring */
 
 const struct zpp_channel_ops zpp_channels_memory = {
     channel_open,     channel_accept,   channel_close,   channel_write,  channel_read,

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * All-gather: dst[r] = src of rank r. Each rank reads (N - 1) * bytes from its peers, whatever the
- * way:
+ * All-gather: dst[r] = src of rank r. Each rank reads (N - 1) * bytes from its peers, by any of these algorithms:
  *
  *   small     payload beside the signature; one publication, one round of reads
  *   in place  every src lies in an arena: peers copy it from there; one copy a byte, one final phase (until it is
@@ -57,7 +56,7 @@ static void fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * ZPP_STAGE_BYTES, chunk = chunk_at(job, at);
     zpp_stage_copy(job->comm, slot, job->src + at, chunk);
-    /* out of the cache, where the slot's copy has just brought it */
+    /* the slot's copy has just brought it into the cache */
     copy_own((uint8_t *)job->dst[job->comm->rank] + at, job->src + at, chunk, zpp_own_nontemporal(job->comm));
 }
 

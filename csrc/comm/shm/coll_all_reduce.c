@@ -5,7 +5,7 @@
  *   small     (N - 1) * bytes: payload beside the signature, every rank combines everything; one publication, one round
  *             of reads
  *   staged    2 (N - 1) / N * bytes, reduce-scatter then all-gather within each round: stage 0 carries the chunk in,
- *             the owner of each shard combines it into stage 1, everybody copies the other shards out of there
+ *             the owner of each shard combines it into stage 1, and every rank copies the other shards from there
  *   in place  2 (N - 1) / N * bytes: every tensor lies in an arena. Per round each rank combines its shard of all
  *             tensors into its own tensor, and copies the other shards from the ranks that combined them, one round
  *             behind
@@ -17,7 +17,7 @@
 
 /* In place, one round covers as much of each tensor as still lies in a last-level cache when the shards are copied. */
 enum { IN_PLACE_BYTES = 1024 * 1024 };
-/* Staged, what is combined goes into the slot a block at a time, out of the first-level cache. */
+/* In staged rounds, combined data goes into the slot a block at a time, out of the first-level cache. */
 enum { BLOCK_BYTES = 16 * 1024 };
 
 struct job {
@@ -37,7 +37,7 @@ static size_t round_at(const struct job *job, size_t at) {
     return left < job->round_bytes ? left : job->round_bytes;
 }
 
-/* Slice `rank` of a round of `bytes`: whole cache lines, the last ranks get less or nothing. */
+/* Shard `rank` of a round of `bytes`: whole cache lines; the last ranks get less or nothing. */
 static void shard_of(const struct job *job, size_t bytes, int rank, size_t *begin, size_t *length) {
     const size_t ranks = (size_t)job->wait_ctx->comm->ranks;
     const size_t share = (bytes / ranks + ZPP_LINE_BYTES) & ~(size_t)(ZPP_LINE_BYTES - 1);
@@ -62,7 +62,7 @@ static size_t rounds_of(const struct job *job) {
     return (job->tensor->bytes + job->round_bytes - 1) / job->round_bytes;
 }
 
-/* Every shard but my own, each at its place in the slot. */
+/* Copy every shard but this rank's own to its place in the slot. */
 static void fill_shards(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const struct zpp_comm *comm = job->wait_ctx->comm;
@@ -116,8 +116,8 @@ static void combine_in_place(const struct job *job, const uint8_t *const *tensor
     size_t begin, length;
     shard_of(job, round_at(job, at), comm->rank, &begin, &length);
     for (int r = 0; r < comm->ranks; r++) part[r] = tensor[r] + at + begin;
-    /* Only this rank reads or writes this shard before the phase ends. Its lines may lie in the peers' caches from the
-     * last time: then writing around the cache can be several times faster than taking them away one by one. */
+    /* Only this rank reads or writes this shard before the phase ends. Its lines may still lie in the peers' caches;
+     * then writing around the cache can be several times faster than invalidating them one by one. */
     combine(job, job->data + at + begin, part, length, zpp_shared_nontemporal(comm));
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * All-to-all of any sizes, and gather and scatter, which are all-to-alls where only one rank receives or sends. Each
- * rank publishes how many bytes it has for each peer; a peer that expects another number is told at once. Each rank
- * reads exactly what it receives from others:
+ * rank publishes how many bytes it has for each peer; a mismatch is an error at once. Each rank reads exactly what it
+ * receives from others:
  *
  *   small     no rank sends more than ZPP_SMALL_BYTES in all: payloads beside the signatures
  *   in place  every rank's pieces lie in an arena, one after the other: peers copy them from there; one copy a byte,
@@ -15,7 +15,7 @@
 #include "../internal.h"
 #include "../reduce.h"
 
-static const uint64_t NOTHING = UINT64_MAX; /* in place of an arena: peers get nothing from this rank */
+static const uint64_t NOTHING = UINT64_MAX; /* in place of an arena: this rank sends nothing to its peers */
 
 struct job {
     struct zpp_wait_ctx *wait_ctx;
@@ -38,8 +38,8 @@ static uint64_t sum_without(const uint64_t *counts, int ranks, int rank) {
     return sum;
 }
 
-/* My small payload: the pieces for my peers one after the other. Returns its length, 0 when it is too large for the
- * slot. */
+/* Write this rank's small payload: the pieces for its peers, one after the other. Return its length, 0 if it is too
+ * large for the slot. */
 static size_t pack_small(struct zpp_comm *comm, const struct zpp_call *call) {
     uint8_t *slot = zpp_control(comm, comm->rank)->small[comm->seq % 2];
     size_t used = 0;
@@ -82,7 +82,7 @@ static void unpack_small(const struct job *job) {
 
 /* --- in place ---------------------------------------------------------------------------------------------------- */
 
-/* Where my pieces begin, if they lie one after the other in an arena; empty ones lie anywhere. */
+/* Find where this rank's pieces begin, if they lie one after the other in an arena; empty ones may lie anywhere. */
 static struct zpp_place place_of(struct zpp_comm *comm, const struct zpp_call *call) {
     struct zpp_place place = {0};
     const uint8_t *first = NULL;
@@ -151,9 +151,9 @@ static zpp_status staged(const struct job *job, uint64_t most, struct zpp_err *e
     return zpp_pipeline_run(job->wait_ctx, &pipeline, err);
 }
 
-/* What the posts of all ranks say together. */
+/* A summary of the posts of all ranks. */
 struct survey {
-    uint64_t most, received; /* bytes: of the longest piece, and of what this rank gets from others */
+    uint64_t most, received; /* bytes: of the longest piece, and of all that this rank receives from others */
     bool all_small, all_in_arenas;
 };
 

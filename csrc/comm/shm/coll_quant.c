@@ -15,8 +15,8 @@
  *
  * All go through the staging slots in rounds: a rank quantises straight into its slot, peers dequantise, or add,
  * straight out of it, so nothing is allocated and each code is written once and read once a reader. Sums are in fp32,
- * in rank order, nodes in node order; one rounding to the kind of the destination. A rank reads its own contribution
- * from its own slot, like everybody's. With one rank nothing travels, so values are exact.
+ * in rank order, nodes in node order; one rounding to the dtype of the destination. A rank reads its own contribution
+ * from its own slot, like any other's. With one rank no bytes travel, so values are exact.
  */
 #include <assert.h>
 #include <string.h>
@@ -24,7 +24,7 @@
 #include "../../ops/quant/quant.h"
 #include "../internal.h"
 
-/* How a slot is cut: `parts` pieces, each with room for the scales, then the codes, of piece_elems elements. */
+/* How a slot is cut: `parts` pieces, each with the scales, then the codes, of up to piece_elems elements. */
 struct wire {
     struct zpp_quant_spec spec;
     size_t piece_elems, stride_bytes;
@@ -106,7 +106,7 @@ static void gather_fill(const void *ctx, size_t round, uint8_t *slot) {
     const struct job *job = ctx;
     const size_t at = round * job->wire.piece_elems, elems = length_at(job, at);
     put_piece(job, job->src + at * job->elem_bytes, elems, slot, 0);
-    /* src may be there: it is read already */
+    /* src may lie here: it has been read */
     get_piece(job, slot, 0, elems, gathered(job, job->wait_ctx->comm->rank, at));
 }
 
@@ -151,7 +151,8 @@ static void scatter_take(const void *ctx, size_t round, uint32_t staged) {
     add_pieces(job, sources, comm->ranks, round * job->wire.piece_elems);
 }
 
-/* First hop: from the ranks of my node, their pieces for the ranks of my number in every node; a sum for each node. */
+/* First hop: take from the ranks of this node their pieces for the ranks with this local number on every node; one sum
+ * for each node. */
 static void node_pass(const void *ctx, size_t round, uint32_t staged, uint8_t *slot) {
     const struct job *job = ctx;
     const struct zpp_comm *comm = job->wait_ctx->comm;
@@ -167,7 +168,7 @@ static void node_pass(const void *ctx, size_t round, uint32_t staged, uint8_t *s
     }
 }
 
-/* Second hop: the sums for my node, from the ranks of my number in every node. */
+/* Second hop: take the sums for this node from the ranks with this local number on every node. */
 static void node_take(const void *ctx, size_t round, uint32_t staged) {
     const struct job *job = ctx;
     const struct zpp_comm *comm = job->wait_ctx->comm;
@@ -195,7 +196,7 @@ static zpp_status reduce_scatter(struct job *job, struct zpp_err *err) {
 
 /* --- all-reduce -------------------------------------------------------------------------------------------------- */
 
-/* A round covers a piece a rank of the tensor; in the last one the ranks share in whole blocks what is left. */
+/* A round covers one piece of the tensor for each rank; the last round shares out the remainder in whole blocks. */
 static size_t round_elems(const struct job *job) { return job->wire.piece_elems * (size_t)job->wait_ctx->comm->ranks; }
 
 static void share_of(const struct job *job, size_t at, int rank, size_t *begin, size_t *elems) {
@@ -239,7 +240,7 @@ static void reduce_take(const void *ctx, size_t round, uint32_t staged) {
     }
 }
 
-/* What this rank reads in the round at element `at`: its share from every peer, then every peer's share. */
+/* Count what this rank reads in the round at element `at`: its share from every peer, then every peer's share. */
 static uint64_t reduce_bytes(const struct job *job, size_t at) {
     const struct zpp_comm *comm = job->wait_ctx->comm;
     uint64_t bytes = 0;

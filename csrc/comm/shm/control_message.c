@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Control messages between two ranks over their socket (SOCK_SEQPACKET, so a message arrives whole): what cannot go
- * through shared memory, because it carries the descriptor of new shared memory. Control messages that come before
- * somebody asks for them are kept in the peer's inbox. Any thread; message_lock guards sockets and inboxes and is held
- * for system calls that do not wait.
+ * Control messages between two ranks over their socket (SOCK_SEQPACKET, so a message arrives whole): they carry the
+ * descriptors of new shared memory, which shared memory cannot carry. Messages that come before they are wanted are
+ * kept in the peer's inbox. Any thread; message_lock guards sockets and inboxes and is held for system calls that do
+ * not wait.
  */
 #include <errno.h>
 #include <poll.h>
@@ -53,8 +53,7 @@ zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_me
     return zpp_fail_os(err, errno, "comm: rank %d of group \"%s\" cannot be written to", rank, comm->name);
 }
 
-/* Take one control message from the socket. AGAIN: none there, or the socket is closed (the wait finds out about
- * that). */
+/* Take one control message from the socket. AGAIN: none there, or the socket is closed (which the wait detects). */
 static zpp_status receive(const struct zpp_peer *peer, struct zpp_queued_message *queued) {
     struct iovec part = {&queued->content, sizeof queued->content};
     union fd_buffer control;
@@ -65,7 +64,7 @@ static zpp_status receive(const struct zpp_peer *peer, struct zpp_queued_message
     if (got < 0) return ZPP_AGAIN;
     struct cmsghdr *head = CMSG_FIRSTHDR(&message);
     if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
-        int fds[sizeof control.bytes / sizeof(int)]; /* alignment leaves room for more than the one that belongs here */
+        int fds[sizeof control.bytes / sizeof(int)]; /* alignment leaves space for more than one descriptor */
         const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
         memcpy(fds, CMSG_DATA(head), count * sizeof(int));
         for (size_t i = 1; i < count; i++) close(fds[i]);
@@ -73,10 +72,10 @@ static zpp_status receive(const struct zpp_peer *peer, struct zpp_queued_message
     }
     if (got == (ssize_t)sizeof queued->content && !(message.msg_flags & MSG_TRUNC)) return ZPP_OK;
     if (queued->fd >= 0) close(queued->fd);
-    return ZPP_AGAIN; /* not a message of this format: as if it had not come */
+    return ZPP_AGAIN; /* not a message of this format: ignore it */
 }
 
-/* Find the message in the inbox, or bring in what the socket holds until it comes. */
+/* Take the message from the inbox, or move messages from the socket to the inbox until it is there. */
 zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_message *content,
                            int *fd, struct zpp_err *err) {
     struct zpp_peer *peer = &comm->peer[rank];
@@ -116,7 +115,7 @@ zpp_status zpp_message_wait(struct zpp_wait_ctx *wait_ctx, int rank, uint64_t ki
                             struct zpp_message *content, int *fd, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
     for (;;) {
-        const bool gone = zpp_peer_gone(comm, rank); /* asked first: it may have written before it went */
+        const bool gone = zpp_peer_gone(comm, rank); /* checked first: it may have written before it left */
         zpp_status status = zpp_message_try(comm, rank, kind, number, content, fd, err);
         if (status != ZPP_AGAIN) return status;
         struct pollfd readable = {comm->peer[rank].socket, POLLIN, 0};

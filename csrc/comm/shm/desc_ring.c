@@ -24,7 +24,7 @@ struct zpp_desc_ring {
     struct zpp_comm *comm;
     struct zpp_region *region;
     void *base[ZPP_RANKS_MAX];
-    _Atomic uint64_t posted; /* by the thread that posts; zpp_desc_ring_acked may look from another */
+    _Atomic uint64_t posted; /* written by the thread that posts; zpp_desc_ring_acked may read it from another */
     uint64_t acked;
     void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t capacity);
     void *describe_ctx;
@@ -39,10 +39,10 @@ static void describe_desc(const struct zpp_desc_ring *ring, const struct zpp_des
                  desc->kind, desc->object, desc->step, desc->elems);
 }
 
-/* What a wait on a descriptor ring is for. */
+/* The purpose of a wait on a descriptor ring, for messages. */
 struct purpose {
     const struct zpp_desc_ring *ring;
-    const struct zpp_desc *desc; /* what is expected or was posted; NULL: anything */
+    const struct zpp_desc *desc; /* the descriptor expected or posted; NULL: any */
     uint64_t seq;
     bool acknowledgement;
 };
@@ -102,7 +102,7 @@ void zpp_desc_ring_set_describe(zpp_desc_ring *ring,
 
 static struct ring_memory *memory_of(const struct zpp_desc_ring *ring, int rank) { return ring->base[rank]; }
 
-/* A wait for the peers to acknowledge what this rank posted, which stands in its ring until then. */
+/* A wait until the peers acknowledge a descriptor of this rank, which stays in its ring until then. */
 static struct purpose acknowledgement_of(const struct zpp_desc_ring *ring, uint64_t seq) {
     const struct zpp_desc *desc = &memory_of(ring, ring->comm->rank)->ring[seq % ZPP_DESC_RING_ENTRIES].desc;
     return (struct purpose){ring, desc, seq, true};
@@ -131,7 +131,7 @@ static zpp_status diverged(const struct zpp_desc_ring *ring, int rank, uint64_t 
     char mine[200], theirs[200];
     describe_desc(ring, here, mine, sizeof mine);
     describe_desc(ring, there, theirs, sizeof theirs);
-    /* Both sides may find out at once; the comm error keeps one message for all. */
+    /* Both sides may detect it at once; the comm error keeps one message for all. */
     if (ring->describe)
         return zpp_comm_fail(ring->comm, ZPP_PEER, rank, err,
                              "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different "

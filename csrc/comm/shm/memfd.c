@@ -29,7 +29,7 @@ enum { SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL };
 zpp_status zpp_memfd_create(const char *label, size_t bytes, int *fd, struct zpp_err *err) {
     const int made = memfd_create(label, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (made < 0) return zpp_fail_os(err, errno, "comm: no shared memory of %zu bytes (memfd_create)", bytes);
-    /* A memfd is everybody's to open by /proc/PID/fd as far as its own mode goes: 0777 when it is made. */
+    /* Anyone may open a memfd by /proc/PID/fd as far as its mode allows, which is 0777 when it is made. */
     if (fchmod(made, S_IRUSR | S_IWUSR) != 0 || ftruncate(made, (off_t)bytes) != 0 ||
         fcntl(made, F_ADD_SEALS, SIZE_SEALS) != 0) {
         const zpp_status status =

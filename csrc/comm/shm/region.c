@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Regions: shared memory made by all ranks together. Each owner makes a sealed memfd and sends its descriptor to every
- * peer (one control message a pair), everybody maps, and the descriptors are closed: only the mappings keep the memory
+ * Regions: shared memory made by a collective call. Each owner makes a sealed memfd and sends its descriptor to every
+ * peer (one control message a pair); every rank maps it and closes the descriptors: only the mappings keep the memory
  * alive.
  */
 #include <assert.h>
@@ -47,7 +47,7 @@ static zpp_status take_from(struct zpp_wait_ctx *wait_ctx, struct zpp_region *re
                                comm->rank, kind_name(making->kind), (unsigned long long)making->bytes,
                                (unsigned long long)making->number, comm->name, rank, kind_name(theirs.a),
                                (unsigned long long)theirs.b);
-    else if (making->kind == ZPP_REGION_PER_RANK || rank == 0) /* its owner; no descriptor: the map says so */
+    else if (making->kind == ZPP_REGION_PER_RANK || rank == 0) /* sent by its owner; zpp_memfd_map refuses -1 */
         status = zpp_memfd_map(fd, region->bytes, &region->base[rank], err);
     if (fd >= 0) close(fd);
     return status;
@@ -83,7 +83,7 @@ static zpp_status check_region(const struct zpp_comm *comm, enum zpp_region_kind
     return ZPP_OK;
 }
 
-/* Fill `region->base`: make this rank's memory, if it has any, and map what the others send. */
+/* Fill `region->base`: make this rank's memory, if it owns any, and map the memory that peers send. */
 static zpp_status make_region(struct zpp_comm *comm, struct zpp_region *region, const struct making *making,
                               struct zpp_err *err) {
     const struct zpp_wait wait = {comm->timeout_ns, NULL, NULL};

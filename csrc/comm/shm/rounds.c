@@ -2,11 +2,11 @@
  *
  * Rounds of staging: a rank fills a slot of its own staging memory, publishes the round, and peers take it, that is,
  * read it. A stage has ZPP_STAGE_SLOTS slots; one is filled again when all peers have taken what it held. A rank takes
- * a round as soon as it is there, while it is in the cache, and fills ahead otherwise: with a core for each rank they
- * go in step, and ranks that share cores do several rounds each time they run instead of waiting for each other in
- * every one.
+ * a round as soon as it is published, while it is in the cache, and fills ahead otherwise: ranks with a core each
+ * advance in step, and ranks that share cores do several rounds each time they run instead of waiting for each other
+ * in every one.
  *
- * And phases of in-place collectives, which read the peers' tensors where they lie.
+ * This file also has the phases of in-place collectives, which read the peers' tensors where they lie.
  */
 #include "../internal.h"
 
@@ -73,7 +73,8 @@ static zpp_status run_once(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipel
         else if (may_fill && open_now(comm, free_slot(comm, 0)))
             do_fill(comm, pipeline, filled++);
         else {
-            /* My slots are full or all is filled, so what is left is to take; peers fill without waiting for that. */
+            /* This rank's slots are full or all is filled, so it can only take; peers fill without waiting for
+             * that. */
             const zpp_status status = wait_for(wait_ctx, may_take ? next_round(comm, 0) : free_slot(comm, 0), err);
             if (status != ZPP_OK) return status;
         }
@@ -97,7 +98,7 @@ struct progress {
     bool may_take, may_pass, may_fill;
 };
 
-/* The latest step that can go on does. True if there was one. */
+/* Run the latest step that is not blocked. Return false if all are. */
 static bool step_twice(struct zpp_comm *comm, const struct zpp_pipeline *pipeline, struct progress *at) {
     if (at->may_take && open_now(comm, next_round(comm, 1)))
         do_take_second(comm, pipeline, at->taken++);
@@ -116,8 +117,8 @@ static struct zpp_wait_target earliest(const struct zpp_comm *comm, const struct
 }
 
 /* Two stages: rounds are filled into stage 0, passed from there into stage 1, taken from there. The latest step that
- * can go on does; if none can, wait for the earliest reason: peers always can do what that step needs, because it
- * needs only what they do before the step this rank is at. */
+ * is not blocked runs; if all are blocked, the rank waits for the earliest one, which depends only on steps that peers
+ * can always run. */
 static zpp_status run_twice(struct zpp_wait_ctx *wait_ctx, const struct zpp_pipeline *pipeline, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
     struct progress at = {0};

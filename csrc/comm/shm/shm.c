@@ -34,7 +34,7 @@ static zpp_status broadcast(struct zpp_wait_ctx *wait_ctx, const struct zpp_call
     return zpp_coll_broadcast(wait_ctx, call->dst, tensor_of(call).bytes, call->root, err);
 }
 
-/* One dst for all ranks is N pieces one after the other. */
+/* One `dst` for all ranks consists of N pieces, one after the other. */
 static zpp_status all_gather(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call, struct zpp_err *err) {
     const size_t bytes = tensor_of(call).bytes;
     void *dst[ZPP_RANKS_MAX];

@@ -2,11 +2,11 @@
  *
  * Whether stores are nontemporal (around the cache) or cached; docs/design/0012.
  *
- * Ranks whose cores share a last-level cache pass bytes through it at twice the speed of going around it; ranks whose
- * cores do not, take dirty lines out of each other's caches at less than half of it. A virtual machine does not say
- * which it is, and it changes whenever the host moves a virtual CPU. So rank 0 times the policies there are, prefers
- * the fastest one and tries the others now and then; its choice travels with the place of its tensor, so that all ranks
- * go the same way, whatever they would measure. The bits of the result are the same either way.
+ * Cached stores are twice as fast as nontemporal ones where the ranks' cores share a last-level cache, and less than
+ * half as fast where dirty lines have to leave another cache. A virtual machine does not report which case holds, and
+ * it changes whenever the host moves a virtual CPU. So rank 0 times the policies there are, prefers the fastest one
+ * and tries the others now and then; its choice is posted with the place of its tensor, so that all ranks use the same
+ * policy. The bits of the result do not depend on it.
  *
  * Rank 0 does not know before the exchange whether the peers' tensors lie in arenas, so it posts a policy for either
  * case.
@@ -15,22 +15,22 @@
 
 enum { FIRST_TRIALS = 8, TRIAL_EVERY = 64 };
 
-/* How fast a figure forgets: 20 calls without a better one raise it to 1.8 times. */
+/* How fast a measured cost decays: 20 calls without a better one raise it to 1.8 times. */
 static const double FORGET = 1.03;
 
 static unsigned coll_of(const struct zpp_comm *comm) { return comm->now.what & 0x7f; }
 
-/* The bits of a policy that are not tried, but always set: they mean nothing to a collective, or the answer is
+/* The bits of a policy that are always set and not tried: the collective ignores them, or the better choice is
  * known. */
 static unsigned settled(unsigned coll, size_t bytes, bool in_place) {
     const unsigned own = bytes < ZPP_STREAM_BYTES ? ZPP_OWN_CACHED : 0;
     if (coll == ZPP_COLL_ALL_REDUCE) return in_place ? 0 : ZPP_OWN_CACHED; /* staged, its output was read just now */
     if (in_place) return own | ZPP_SHARED_CACHED;                          /* peers read what was there before */
-    /* A root is done before its peers while they take what fits into its slots: it measures nothing. */
+    /* A root finishes before its peers where the data fits into its slots, so its time would mean nothing. */
     return coll == ZPP_COLL_BROADCAST && own ? own | ZPP_SHARED_CACHED : own;
 }
 
-/* Policy number `index` of those that have the settled bits. */
+/* Return policy number `index` of those that have the settled bits. */
 static unsigned nth(unsigned settled_bits, unsigned index) {
     unsigned policy = 0;
     while (policy < ZPP_STORE_POLICIES - 1 && ((policy & settled_bits) != settled_bits || index--)) policy++;
@@ -48,7 +48,7 @@ static unsigned choose(const struct zpp_store_costs *costs, unsigned settled_bit
     return costs->calls % TRIAL_EVERY ? best : nth(settled_bits, costs->calls / TRIAL_EVERY % count);
 }
 
-/* Of a tensor as a whole: below 2, 8 and 32 MB, and above. */
+/* Return the size class of a whole tensor: below 2, 8 and 32 MB, and above. */
 static unsigned size_class(size_t bytes) {
     unsigned at = 0;
     for (size_t end = (size_t)2 << 20; at < ZPP_STORE_POLICY_SIZES - 1 && bytes >= end; end *= 4) at++;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Frames are checked here before anything believes them. Nothing is allocated from what they say.
+ * Frames are checked here before any other code uses their fields. No allocation depends on them.
  */
 #include "frame.h"
 

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A collective over several hosts: identity first (inside each host, as in a group of one host; between hosts by the
- * frames of what is exchanged), then its algorithm (hier_move.c, hier_reduce.c, hier_quant.c), then what it moved is
- * counted.
+ * A collective over several hosts: the ranks compare signatures (inside each host, as in a group of one host; between
+ * hosts by the frames of the transfers), run its algorithm (hier_move.c, hier_reduce.c, hier_quant.c), and count the
+ * bytes it moved.
  */
 #include "net.h"
 
-/* Who waits for the network waits a little longer than who waits inside a host, and who waits for the result of that a
- * little longer still: so the one who is nearest to the failed rank names it. */
+/* A wait for the network lasts a little longer than a wait inside a host, and a wait for the result of that longer
+ * still, so the rank that waits for the failed rank itself reports it first. */
 static const uint64_t INTERNODE_NS = 1000000000u, AFTER_NS = 3000000000u;
 
 static void set_wait_ctx(const struct zpp_hier *hier, const struct zpp_wait_ctx *like, struct zpp_comm *comm,
@@ -57,7 +57,7 @@ static zpp_status run_parts(struct zpp_hier *hier, struct zpp_err *err) {
     }
 }
 
-/* `parts`: the algorithm between the exchange of signatures and the count of what it moved. */
+/* Run a collective; `parts` is its algorithm, between the exchange of signatures and the traffic count. */
 static zpp_status run_as(struct zpp_wait_ctx *wait_ctx, const struct zpp_call *call,
                          zpp_status (*parts)(struct zpp_hier *hier, struct zpp_err *err), struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;

@@ -5,9 +5,8 @@
  *
  *   all_gather   (H - 1) * bytes: from the ranks at its own place on the other hosts; the L received pieces of each
  *                host are then gathered inside
- *   broadcast    bytes, at the lowest rank of each host but the root's
- *   all_to_all, gather, scatter   exactly what ranks elsewhere have for it
- *   barrier      0: frames between the lowest ranks
+ *   broadcast    bytes, at the lowest rank of each host but the root's all_to_all, gather, scatter   exactly the bytes
+ *   that ranks on other hosts send to it barrier      0: frames between the lowest ranks
  */
 #include <stdlib.h>
 #include <string.h>
@@ -34,7 +33,7 @@ zpp_status zpp_hier_barrier(struct zpp_hier *hier, struct zpp_err *err) {
 
 /* --- all_gather -------------------------------------------------------------------------------------------------- */
 
-/* Who on host `host` takes what `rank`, of another host, sends there: ranks in turn. */
+/* Return the rank of host `host` that receives from `rank`, of another host; the receivers alternate. */
 static int receiver_of(const struct zpp_hosts *hosts, int rank, int host) {
     return hosts->rank_at[host][hosts->index_of[rank] % hosts->count[host]];
 }
@@ -59,7 +58,7 @@ static zpp_status gather_internode(struct zpp_hier *hier, void *const *dst, cons
     return status;
 }
 
-/* The pieces of one other host, each at the rank here that received it, to all ranks here. */
+/* Share the pieces of another host, each held by the rank here that received it, with all ranks here. */
 static zpp_status share(struct zpp_hier *hier, int host, void *const *dst, size_t bytes, struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
     zpp_status status = ZPP_OK;
@@ -143,7 +142,7 @@ zpp_status zpp_hier_all_to_all(struct zpp_hier *hier, struct zpp_err *err) {
     struct zpp_flow *flow = calloc(2 * ZPP_RANKS_MAX, sizeof *flow);
     size_t count = 0;
     if (!flow) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for an exchange between hosts");
-    for (int k = 1; k < comm->ranks; k++) { /* each begins with the next rank, so that receivers differ */
+    for (int k = 1; k < comm->ranks; k++) { /* each rank begins with the next one, so that receivers differ */
         const int to = (hier->me + k) % comm->ranks, from = (hier->me + comm->ranks - k) % comm->ranks;
         if (zpp_net_elsewhere(comm, to)) flow[count++] = zpp_flow_out(to, 0, call->srcs[to], call->src_bytes[to]);
         if (zpp_net_elsewhere(comm, from))

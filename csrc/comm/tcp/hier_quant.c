@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Quantised collectives over hosts (ZeRO++, Wang et al. 2023). What travels are images: of E elements the fp32 scales
- * of its blocks, then the codes, w(E) = 4 * blocks + E * bits / 8, padded to 4 bytes; they move as bytes, by the exact
- * collectives of hier_move.c. Bytes over the network per rank, H hosts with L ranks each, shards of E elements:
+ * Quantised collectives over hosts (ZeRO++, Wang et al. 2023). Ranks exchange images: for E elements the fp32 scales
+ * of their blocks, then the codes, w(E) = 4 * blocks + E * bits / 8, padded to 4 bytes; they move as bytes, by the
+ * exact collectives of hier_move.c. Bytes over the network per rank, H hosts with L ranks each, shards of E elements:
  *
  *   all_gather       (H - 1) w(E), as the exact one, with images in place of values; then dequantised
  *   reduce_scatter   one rank a host, or hosts of different sizes: images go straight to their owners, which add them
@@ -12,8 +12,8 @@
  *   all_reduce       both, on one block-aligned share a rank
  *
  * Blocks begin where they begin on one host, so with one rank a host the bits are those of one host; with more they
- * are those of `node_ranks` ranks a node. Long tensors go in pieces, which bounds the memory: BUFFER_BYTES of images,
- * and as much again for what comes.
+ * are those of `node_ranks` ranks a node. Long tensors go in pieces, which bounds the memory to BUFFER_BYTES of
+ * outgoing images and as much of incoming ones.
  */
 #include <string.h>
 
@@ -31,8 +31,8 @@ struct job {
     int ranks, locals;
     bool two_hops;
     size_t elem_bytes, piece_elems; /* of one shard */
-    /* images of the piece in progress: for each rank; from each rank, or from each rank here for each host; what goes
-     * to each host, what comes from each */
+    /* images of the piece in progress: one for each rank; one from each rank, or from each rank here for each host;
+     * one to each host; one from each host */
     uint8_t *outgoing, *incoming, *sums, *received;
     size_t shard_elems, image_bytes; /* of the piece in progress */
 };
@@ -44,7 +44,7 @@ static size_t image_bytes(const struct zpp_quant_spec *spec, size_t elems) {
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-/* Images lie by place, then host: what one rank here gets in the first hop lies together. */
+/* Images are ordered by place, then host, so that all images for one rank here are contiguous in the first hop. */
 static uint8_t *image_for(const struct job *job, uint8_t *images, int rank) {
     const int at = job->two_hops ? job->hosts->index_of[rank] * job->hosts->hosts + job->hosts->host_of[rank] : rank;
     return images + (size_t)at * job->image_bytes;
@@ -60,7 +60,8 @@ static struct zpp_quant_target target_of(const struct job *job, uint8_t *image) 
     return (struct zpp_quant_target){scales + zpp_quant_blocks(&job->spec, job->shard_elems), scales, NULL};
 }
 
-/* `elems` may be less than a shard: what is left of the image is zero, so what travels is a function of the values. */
+/* Quantise `elems`, which may be less than a shard; the rest of the image is zero, so its bytes are a function of the
+ * values. */
 static void make_image(const struct job *job, const uint8_t *values, size_t elems, uint8_t *image) {
     const struct zpp_quant_target to = target_of(job, image);
     memset(image, 0, elems < job->shard_elems ? job->image_bytes : 0);
@@ -90,16 +91,17 @@ static zpp_status make_buffers(struct job *job, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* The same collective, of bytes. */
+/* Return the state for an exact collective that moves the images as bytes. */
 static struct zpp_hier as_bytes(const struct job *job, const struct zpp_call *call) {
     struct zpp_hier hier = *job->hier;
     hier.call = call;
     return hier;
 }
 
-/* --- what every rank has for mine -------------------------------------------------------------------------------- */
+/* --- images of all ranks for this one
+ * -------------------------------------------------------------------------------- */
 
-/* One hop: images[r] of every rank r for me, into incoming. */
+/* One hop: receive the image of every rank for this one into `incoming`. */
 static zpp_status exchange_all(struct job *job, struct zpp_quant_source *sources, struct zpp_err *err) {
     void *dsts[ZPP_RANKS_MAX];
     const void *srcs[ZPP_RANKS_MAX];
@@ -116,7 +118,7 @@ static zpp_status exchange_all(struct job *job, struct zpp_quant_source *sources
     return zpp_hier_all_to_all(&hier, err);
 }
 
-/* First hop: for each rank here, images for the ranks at its place on every host. */
+/* First hop: send each rank here the images for the ranks at its place on every host. */
 static zpp_status exchange_intranode(struct job *job, struct zpp_err *err) {
     void *dsts[ZPP_RANKS_MAX];
     const void *srcs[ZPP_RANKS_MAX];
@@ -147,7 +149,7 @@ static void sum_intranode(struct job *job, size_t elems) {
     }
 }
 
-/* Second hop: the sums for my shard, from the ranks at my place. */
+/* Second hop: receive the sums for this rank's shard from the ranks at the same place. */
 static zpp_status exchange_internode(struct job *job, struct zpp_quant_source *sources, struct zpp_err *err) {
     struct zpp_hier hier = as_bytes(job, job->call);
     const struct zpp_hosts *hosts = job->hosts;
@@ -165,7 +167,7 @@ static zpp_status exchange_internode(struct job *job, struct zpp_quant_source *s
     return zpp_flows_run(&hier.internode, flow, count, NULL, NULL, err);
 }
 
-/* Every rank's elements for its owner. `longest`: of the ranks' valid elements, mine among them. */
+/* Collect the images, or sums, of this rank's shard. `longest`: the largest number of valid elements of any rank. */
 static zpp_status gather_sources(struct job *job, size_t longest, struct zpp_quant_source *sources, size_t *count,
                                  struct zpp_err *err) {
     *count = (size_t)(job->two_hops ? job->hosts->hosts : job->ranks);
@@ -182,7 +184,7 @@ static float factor_of(const struct job *job) {
 
 /* --- the collectives --------------------------------------------------------------------------------------------- */
 
-/* Everybody's image to everybody, where it stands in `outgoing`. */
+/* Gather every rank's image on every rank, at its place in `outgoing`. */
 static zpp_status gather_images(struct job *job, struct zpp_err *err) {
     void *dsts[ZPP_RANKS_MAX];
     for (int r = 0; r < job->ranks; r++) dsts[r] = image_for(job, job->outgoing, r);
@@ -231,13 +233,13 @@ static zpp_status reduce_scatter(struct job *job, struct zpp_err *err) {
     return status;
 }
 
-/* Rank r's share of `span` elements: whole blocks; the last ones get less or nothing. */
+/* Return how many of `span` elements rank `rank` owns: whole blocks; the last ranks get less or nothing. */
 static size_t valid_elems(const struct job *job, size_t span, int rank) {
     const size_t begin = least(job->shard_elems * (size_t)rank, span);
     return least(span - begin, job->shard_elems);
 }
 
-/* `data`: the tensor from the piece in progress on, of which it has `span` elements. */
+/* Reduce one piece: the first `span` elements of `data`. */
 static zpp_status all_reduce_piece(struct job *job, uint8_t *data, size_t span, struct zpp_err *err) {
     struct zpp_quant_source sources[ZPP_RANKS_MAX];
     const size_t stride_bytes = job->shard_elems * job->elem_bytes, longest = valid_elems(job, span, 0);

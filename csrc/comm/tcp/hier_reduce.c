@@ -7,9 +7,9 @@
  * 16-bit elements are rounded once per host and once at the end. Bytes over the network per rank that takes part, H
  * hosts with L ranks each (where hosts have different numbers, only the lowest ranks take part, as if L were 1):
  *
- *   all_reduce       small (SMALL_BYTES): (H - 1) * bytes, every host sums everything
- *                    else 2 (H - 1) / H * bytes / L: reduce-scatter and all-gather among the ranks of one place, in one
- *                    pass: a piece goes out as soon as it is summed
+ *   all_reduce       small (SMALL_BYTES): (H - 1) * bytes, every host sums everything else 2 (H - 1) / H * bytes / L:
+ *                    reduce-scatter and all-gather among the ranks of one place, in one pass: a piece is sent as soon
+ *                    as it is summed
  *   reduce_scatter   (H - 1) * bytes of dst: each host sends its sum of a rank's shard straight to that rank
  *   reduce           (H - 1) * bytes at the root
  *
@@ -24,23 +24,24 @@
 
 enum { SMALL_BYTES = 32 * 1024, STEP_BYTES = 64 * 1024, LINE = ZPP_LINE_BYTES };
 
-/* --- adding up what comes ---------------------------------------------------------------------------------------- */
+/* --- adding received parts
+ * ---------------------------------------------------------------------------------------- */
 
-/* dst = the hosts' parts, in the order of hosts. The parts of other hosts come in, through rings or whole; mine is
- * there. */
+/* A sum into `dst` of the hosts' parts, in the order of hosts. Other hosts' parts are received, through rings or
+ * whole; this host's part is local. */
 struct adding {
     uint8_t *dst;
     const uint8_t *part[ZPP_RANKS_MAX]; /* by host */
     struct zpp_flow *in[ZPP_RANKS_MAX];
-    struct zpp_flow *out[ZPP_RANKS_MAX]; /* who gets the sum, as it grows */
+    struct zpp_flow *out[ZPP_RANKS_MAX]; /* receivers of the sum, as it grows */
     int hosts, mine, ins, outs;
-    size_t ring_bytes; /* of what comes in; 0: it comes whole */
+    size_t ring_bytes; /* of received parts; 0: they are received whole */
     size_t bytes, added, elem_bytes;
     zpp_dtype dtype;
     zpp_reduce_op op;
 };
 
-/* `bytes` from adding->added on, which lie together in every ring. */
+/* Add `bytes` from adding->added on, which are contiguous in every ring. */
 static void add_run(struct adding *adding, size_t bytes) {
     const size_t at = adding->added, in_ring = adding->ring_bytes ? at % adding->ring_bytes : at;
     const void *source[ZPP_RANKS_MAX];
@@ -72,7 +73,7 @@ static zpp_reduce_op inner_op(const struct zpp_hier *hier) {
     return hier->call->op == ZPP_AVG && !hier->hosts->even ? ZPP_SUM : hier->call->op;
 }
 
-/* The last step of AVG over hosts of different sizes. */
+/* Scale the sum: the last step of AVG over hosts of different sizes. */
 static void scale(const struct zpp_hier *hier, void *data, size_t elems) {
     const zpp_dtype dtype = hier->call->dtype;
     if (hier->call->op != ZPP_AVG || hier->hosts->even) return;
@@ -95,15 +96,15 @@ static struct adding adding_of(const struct zpp_hier *hier, uint8_t *dst, size_t
                            .op = inner_op(hier)};
 }
 
-/* What comes from each other host to be added up: whole where it is short, else through a ring, so that it is still in
- * the cache when it is added. Returns the bytes of capacity that each host needs. */
+/* Choose how parts are received: short ones whole, long ones through a ring, so that they are still in the cache when
+ * they are added. Return the bytes of scratch that each host needs. */
 static size_t part_capacity(struct adding *adding, const struct zpp_comm *comm) {
     const size_t ring_bytes = zpp_flow_ring_bytes(comm);
     adding->ring_bytes = adding->bytes > ring_bytes ? ring_bytes : 0;
     return adding->ring_bytes ? ring_bytes : adding->bytes;
 }
 
-/* The flow of host `host`'s part, from `rank`, into `capacity`. */
+/* Begin the flow of host `host`'s part, from `rank`, into `buffer`. */
 static void add_in(struct adding *adding, struct zpp_flow *flow, int host, int rank, uint32_t part, uint8_t *buffer) {
     *flow = zpp_flow_in(rank, part, buffer, adding->bytes);
     flow->ring_bytes = adding->ring_bytes;
@@ -113,7 +114,7 @@ static void add_in(struct adding *adding, struct zpp_flow *flow, int host, int r
 
 /* --- all_reduce over one rank a host ----------------------------------------------------------------------------- */
 
-/* Everybody sends everything. */
+/* Every host sends all its bytes to every other host, and each adds them all. */
 static zpp_status exchange_small(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
@@ -128,7 +129,7 @@ static zpp_status exchange_small(struct zpp_hier *hier, uint8_t *data, size_t by
         const int rank = hosts->rank_at[h][hier->place];
         adding.part[h] = buffer;
         if (h == hosts->mine) {
-            memcpy(buffer, data, bytes); /* data is overwritten while it still goes out otherwise */
+            memcpy(buffer, data, bytes); /* a copy: `data` is overwritten while flows still send */
             continue;
         }
         flow[count++] = zpp_flow_out(rank, part, scratch + (size_t)hosts->mine * bytes, bytes);
@@ -138,16 +139,16 @@ static zpp_status exchange_small(struct zpp_hier *hier, uint8_t *data, size_t by
     return zpp_flows_run(&hier->internode, flow, count, add_what_came, &adding, err);
 }
 
-/* Shard h of `bytes`: whole lines; the last hosts get less or nothing. */
+/* Compute the shard of host `host` of `bytes`: whole lines; the last hosts get less or nothing. */
 static void shard_of(size_t bytes, int hosts, int host, size_t *begin, size_t *length) {
     const size_t share = (bytes / (size_t)hosts + LINE) & ~(size_t)(LINE - 1);
     *begin = share * (size_t)host < bytes ? share * (size_t)host : bytes;
     *length = bytes - *begin < share ? bytes - *begin : share;
 }
 
-/* Host h adds up shard h and sends it to the others while its later parts still come in: over connections of their own,
- * so that the sum, which is in the cache, does not queue behind what is still to be added elsewhere. A shard of `data`
- * is overwritten by its sum only where it has gone out already: the sum needed it. */
+/* Host h adds shard h and sends the sum while later bytes of the parts are still arriving. Sums use connections of
+ * their own, so that they, which are in the cache, do not queue behind unsummed parts. A sum overwrites a shard of
+ * `data` only after that shard was sent, because its owner needed it for the sum. */
 static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
@@ -194,8 +195,8 @@ static struct zpp_tensor tensor_of(const struct zpp_hier *hier, size_t elems) {
     return (struct zpp_tensor){dtype, inner_op(hier), elems, elems * zpp_dtype_bytes(dtype)};
 }
 
-/* Every rank has its host's sum; the k-th of each host exchange the k-th part, which is then gathered inside. What does
- * not divide, fewer elements than ranks here, all of them exchange. */
+/* Every rank has its host's sum. The k-th ranks of all hosts exchange the k-th part, which is then gathered inside
+ * each host. All ranks exchange the remainder, which has fewer elements than the host has ranks. */
 static zpp_status by_rails(struct zpp_hier *hier, uint8_t *data, size_t elems, size_t elem_bytes,
                            struct zpp_err *err) {
     const size_t share = elems / (size_t)hier->locals, bytes = share * elem_bytes;
@@ -232,7 +233,7 @@ zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err) {
 
 /* --- reduce ------------------------------------------------------------------------------------------------------ */
 
-/* At the root: add what the other hosts send to the sum, the caller's tensor. */
+/* At the root: add the other hosts' parts to the sum in the caller's tensor. */
 static zpp_status add_hosts(struct zpp_hier *hier, struct adding *adding, uint8_t *scratch, size_t part_bytes,
                             struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
@@ -246,7 +247,7 @@ static zpp_status add_hosts(struct zpp_hier *hier, struct adding *adding, uint8_
     return status;
 }
 
-/* The rank of this host that has its host's sum; of the root's host, the root. */
+/* Return true if this rank holds its host's sum: the root on its host, the lowest rank on others. */
 static bool holds_sum(const struct zpp_hier *hier) {
     const int root = hier->call->root;
     const bool root_here = hier->hosts->host_of[root] == hier->hosts->mine;
@@ -269,7 +270,7 @@ zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err) {
     const size_t part_bytes = at_root ? part_capacity(&adding, hier->comm) : 0;
     if (holder) status = zpp_net_scratch(hier->comm, (at_root ? part_bytes * hosts : tensor.bytes) + 1, &scratch, err);
     if (status != ZPP_OK) return status;
-    if (holder && !at_root) { /* its own tensor stays as it is */
+    if (holder && !at_root) { /* keep the caller's tensor unchanged */
         memcpy(scratch, call->dst, tensor.bytes);
         sum = scratch;
     }
@@ -286,7 +287,8 @@ zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err) {
 
 /* --- reduce_scatter ---------------------------------------------------------------------------------------------- */
 
-/* The shards of host `host`'s ranks, one after the other: in the caller's tensor where they lie so, else copied. */
+/* Return the shards of host `host`'s ranks as one array: in the caller's tensor where they are contiguous, else copied
+ * to `scratch`. */
 static const uint8_t *shards_of(const struct zpp_hier *hier, int host, size_t bytes, uint8_t *scratch) {
     const struct zpp_hosts *hosts = hier->hosts;
     const uint8_t *src = hier->call->src;
@@ -299,7 +301,7 @@ static const uint8_t *shards_of(const struct zpp_hier *hier, int host, size_t by
     return scratch;
 }
 
-/* What the ranks here have for host `host`: equally many ranks there: one each. `sum`: mine. */
+/* Sum the shards of host `host`'s ranks over the ranks here, one shard to each rank here; `sum` gets this rank's. */
 static zpp_status sum_for(struct zpp_hier *hier, int host, const struct zpp_tensor *tensor, uint8_t *scratch,
                           uint8_t *sum, struct zpp_err *err) {
     const uint8_t *shards = shards_of(hier, host, tensor->bytes, scratch);
@@ -314,8 +316,8 @@ static zpp_status finish_scatter(struct zpp_hier *hier, struct zpp_flow *flow, s
     return status;
 }
 
-/* Scratch: what comes from each host; where a host has several ranks, my sum for each host and room for the shards of
- * one. */
+/* Scratch holds the part received from each host; where a host has several ranks, also this rank's sum for each host,
+ * and the shards of one host. */
 static zpp_status scatter_even(struct zpp_hier *hier, const struct zpp_tensor *tensor, struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
     const size_t bytes = tensor->bytes, internode_bytes = bytes * (size_t)hosts->hosts;
@@ -343,8 +345,8 @@ static zpp_status scatter_even(struct zpp_hier *hier, const struct zpp_tensor *t
     return status == ZPP_OK ? finish_scatter(hier, flow, count, &adding, err) : status;
 }
 
-/* Every shard is summed at one rank of each host, in turn, which sends it to its owner. Scratch: one sum a rank of the
- * group, what comes from each host. */
+/* One rank of each host, alternating by shard, sums a shard and sends it to its owner. Scratch holds one sum for each
+ * rank of the group, and the part received from each host. */
 static zpp_status scatter_uneven(struct zpp_hier *hier, const struct zpp_tensor *tensor, struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
     const struct zpp_comm *comm = hier->comm;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What holds the connections to other hosts: their life, the control messages that come over them, and the byte
- * channels of send and receive.
+ * The connections to other hosts: their life cycle, the control messages that arrive over them, and the byte channels
+ * of send and receive.
  *
  * The watcher sleeps in epoll. A control message is a comm error, which is recorded here too; a farewell, which sets
- * `left` in the peer's block; or the end of the connection. Bytes or room on a p2p connection ring this rank's
- * doorbell: whoever moves transfers (p2p.c) looks then. Mail connections are watched edge by edge, so what nobody reads
- * costs nothing. Twice a second the watcher asks whether the network interface has a link.
+ * `left` in the peer's block; or the end of the connection. Bytes or space on a p2p connection raise this rank's
+ * doorbell, which wakes the thread that moves transfers (p2p.c). p2p connections are edge-triggered, so unread bytes
+ * cause no further events. Twice a second the watcher checks whether the network interface has a link.
  */
 #include "net.h"
 
@@ -20,9 +20,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* How long a peer whose connection closed may still have bytes on the way over the others, or a comm error. */
+/* How long bytes or a comm error of a peer may still arrive after one of its connections closed. */
 static const uint64_t GRACE_NS = 700000000u;
-/* How often the watcher asks whether the interface has a link, and how long it may have none (a cable is put back). */
+/* How often the watcher checks the interface for a link, and how long the link may be missing (a cable is put
+ * back). */
 enum { LINK_LOOK_MS = 500 };
 static const uint64_t NO_LINK_NS = 2500000000u;
 
@@ -58,7 +59,8 @@ static void send_control(struct zpp_comm *comm, int rank, const struct zpp_frame
     uint8_t whole[ZPP_FRAME_BYTES + ZPP_ERR_TEXT_BYTES];
     memcpy(whole, frame, sizeof *frame);
     memcpy(whole + sizeof *frame, text, (size_t)frame->bytes);
-    /* A few hundred bytes on a connection that carries nothing else: they fit, unless the peer is beyond hearing. */
+    /* A frame has a few hundred bytes, on a connection that carries nothing else: it fits unless the peer is
+     * unreachable. */
     if (fd >= 0) (void)send(fd, whole, sizeof *frame + (size_t)frame->bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
@@ -87,7 +89,7 @@ static void hear(struct zpp_comm *comm, int rank, const struct zpp_frame *frame,
     mark_gone(&comm->net->peer[rank]);
 }
 
-/* Everything that is there; the connection is watched edge by edge. */
+/* Read all that is there: the connection is edge-triggered. */
 static void read_control(struct zpp_comm *comm, int rank) {
     struct zpp_net_peer *peer = &comm->net->peer[rank];
     struct zpp_err err = ZPP_ERR_INIT;
@@ -114,8 +116,8 @@ static void read_control(struct zpp_comm *comm, int rank) {
 
 /* --- the watcher ------------------------------------------------------------------------------------------------- */
 
-/* A cable that was taken out breaks no connection: TCP would go on trying for minutes. That the other end is cut off
- * shows here only as silence, which is the timeout's to judge. */
+/* Fail the group if the interface has no link. An unplugged cable breaks no connection: TCP would retransmit for
+ * minutes. If the other end is unplugged, this end sees only silence, which the timeout covers. */
 static void look_for_link(struct zpp_comm *comm) {
     struct zpp_net *net = comm->net;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -129,7 +131,7 @@ static void look_for_link(struct zpp_comm *comm) {
     if (now_ns - net->no_link_ns < NO_LINK_NS) return;
     (void)zpp_comm_fail(comm, ZPP_PEER, net->farther, &err,
                         "comm: rank %d cannot reach rank %d of group \"%s\": network interface \"%s\" has had no link "
-                        "for %.1f s; was its cable taken out, or was it set down?",
+                        "for %.1f s; is its cable plugged in, and is it up?",
                         comm->rank, net->farther, comm->name, net->interface, (double)(now_ns - net->no_link_ns) / 1e9);
     net->interface[0] = '\0'; /* once */
 }
@@ -181,7 +183,7 @@ static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
     if (status != ZPP_OK) return status;
     while (!zpp_net_elsewhere(comm, net->farther)) net->farther++; /* there is one */
     zpp_net_interface_of(net->peer[net->farther].link[ZPP_NET_CONTROL], net->interface, sizeof net->interface);
-    sigfillset(&all); /* signals belong to the program's threads */
+    sigfillset(&all); /* the program's threads handle signals */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const int failed = pthread_create(&net->watcher, NULL, watch, comm);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -228,8 +230,8 @@ static void stop_watcher(struct zpp_net *net, bool forked) {
     if (net->stop >= 0) close(net->stop);
 }
 
-/* A comm error stands in this host's memory before the one who recorded it has told the other hosts. Who leaves because
- * of it tells them, too, so that nobody hears the farewell first and takes that for the reason. */
+/* Send the comm error again before the farewell. It is in this host's memory before the rank that recorded it has sent
+ * it to other hosts, and a rank that leaves first must not make its farewell look like the cause. */
 static void retell(struct zpp_comm *comm) {
     struct zpp_err err = ZPP_ERR_INIT;
     const zpp_status status = zpp_comm_check(comm, &err);
@@ -291,7 +293,7 @@ static int p2p_fd(const struct zpp_net_peer *peer) { return peer->link[ZPP_NET_P
 
 static size_t push(struct zpp_net_peer *peer, const void *src, size_t bytes) {
     const ssize_t sent = send(p2p_fd(peer), src, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-    return sent > 0 ? (size_t)sent : 0; /* a broken connection is for the watcher */
+    return sent > 0 ? (size_t)sent : 0; /* the watcher handles a broken connection */
 }
 
 static bool push_stash(struct zpp_net_peer *peer) {
@@ -303,7 +305,8 @@ static bool push_stash(struct zpp_net_peer *peer) {
 
 static size_t p2p_writable(void *channel) { return push_stash(channel) ? ZPP_NET_P2P_BYTES : 0; }
 
-/* Headers go whole or not at all, as p2p.c wants it: what the socket does not take of one waits in the stash. */
+/* p2p.c needs headers written whole or not at all: bytes of a header that the socket does not take wait in the
+ * stash. */
 static size_t p2p_write(void *channel, const void *src, size_t bytes) {
     struct zpp_net_peer *peer = channel;
     if (!push_stash(peer) || !bytes) return 0;
@@ -346,7 +349,7 @@ static size_t p2p_read(void *channel, void *dst, size_t bytes) {
 
 static bool p2p_damaged(void *channel) {
     (void)channel;
-    return false; /* there are no counters; headers are checked by p2p.c */
+    return false; /* a socket has no counters; p2p.c checks headers */
 }
 
 static bool p2p_flushed(void *channel) { return push_stash(channel); }

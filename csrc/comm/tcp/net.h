@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Groups over several hosts (docs/design/0016-groups-over-hosts.md): who is on which host, the connections to ranks on
- * other hosts, and what runs over them. A group whose ranks are all on one host has none of this.
+ * Groups over several hosts (docs/design/0016-groups-over-hosts.md): the host of every rank, the connections to ranks
+ * on other hosts, and the collectives over them. A group on one host has none of this.
  *
  * Links of a pair of ranks on different hosts, in the order of their slots:
  *   control   comm errors and the farewell; read by the watcher thread only, written by any thread under
@@ -27,11 +27,11 @@ enum {
     ZPP_NET_P2P_BYTES = 64 * 1024,
 };
 
-/* Where the ranks are. Hosts are numbered by their lowest rank; ranks of a host stand in order. */
+/* The hosts of the ranks. Hosts are numbered by their lowest rank; the ranks of a host are in order. */
 struct zpp_hosts {
     int hosts, mine;
     int host_of[ZPP_RANKS_MAX], index_of[ZPP_RANKS_MAX]; /* of each rank: its host, its place there */
-    int count[ZPP_RANKS_MAX];                            /* of each host: how many ranks */
+    int count[ZPP_RANKS_MAX];                            /* of each host: its number of ranks */
     int rank_at[ZPP_RANKS_MAX][ZPP_RANKS_MAX];           /* [host][place] */
     bool even;                                           /* all hosts have equally many */
 };
@@ -39,10 +39,10 @@ struct zpp_hosts {
 struct zpp_net_peer {
     int link[ZPP_NET_SLOTS_MAX];
     int data_links;
-    _Atomic uint64_t gone_ns, heard_ns; /* when it went (0: it is there), when bytes last came from it */
-    struct zpp_control_link control;               /* what of a frame has come; watcher only */
+    _Atomic uint64_t gone_ns, heard_ns; /* when it left or died (0: neither), when bytes last came from it */
+    struct zpp_control_link control;    /* the part of a frame that has come; watcher only */
     /* p2p */
-    uint8_t stash[64]; /* what of a header the socket did not take */
+    uint8_t stash[64]; /* bytes of a header that the socket did not take */
     size_t stash_bytes;
     uint8_t *inbox; /* [ZPP_NET_P2P_BYTES] */
     size_t inbox_at, inbox_end;
@@ -52,15 +52,15 @@ struct zpp_net_peer {
 
 struct zpp_net {
     struct zpp_hosts hosts;
-    struct zpp_comm *local; /* the ranks of this host as a group: a view, see local.c */
+    struct zpp_comm *local; /* the ranks of this host as a group: a view, see net_local.c */
     struct zpp_net_peer peer[ZPP_RANKS_MAX];
     pthread_mutex_t control_link_lock; /* writing to control links; innermost */
     pthread_t watcher;
     bool watching;
     int epoll, stop;    /* stop: an eventfd */
     char interface[32]; /* of the connections; watcher only, as the next two */
-    int farther;        /* the lowest rank that is reached through it */
-    uint64_t no_link_ns; /* since when it has no link; 0: it has one */
+    int farther;        /* the lowest rank reached through it */
+    uint64_t no_link_ns; /* when its link was lost; 0: it has one */
     uint8_t *scratch;
     size_t scratch_bytes;
     uint64_t received_bytes;                              /* by collectives, so far */
@@ -77,14 +77,14 @@ struct zpp_net_address {
     socklen_t length;
     char interface[32];
 };
-/* The address to bind, with port 0: see zpp_network_options. */
+/* Choose the address to bind, with port 0, by zpp_network_options. */
 zpp_status zpp_net_choose(const struct zpp_network_options *options, struct zpp_net_address *out, struct zpp_err *err);
 void zpp_net_describe(const struct sockaddr_storage *address, char *text, size_t capacity);
-/* The interface that has this connected socket's own address, "" if none says so; and whether it has a link: it is
- * there and up, and whatever it is plugged into answers. */
+/* Return the interface that has this connected socket's own address ("": unknown), and whether it has a link: it
+ * exists, it is up, and it detects a carrier. */
 void zpp_net_interface_of(int socket, char *name, size_t capacity);
 bool zpp_net_has_link(int socket, const char *interface);
-/* Boot id and network namespace, or the override. */
+/* Write the identity of this host: boot id and network namespace, or the override. */
 void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t capacity);
 
 /* --- net_auth.c -------------------------------------------------------------------------------------------------- */
@@ -95,15 +95,15 @@ bool zpp_net_same_mac(uint64_t a, uint64_t b); /* in constant time */
 /* --- net_join.c: make the connections; net.c: what holds them ---------------------------------------------------- */
 zpp_status zpp_net_connect(struct zpp_comm *comm, const struct zpp_network_options *options,
                            const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_err *err);
-/* comm->net with `hosts` filled in by the caller, connections and watcher. Owned by comm, which zpp_net_destroy also
- * accepts half built. */
+/* Make comm->net, with the caller's `hosts`, connections and a watcher. comm owns it; zpp_net_destroy also accepts a
+ * half-built one. */
 zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
                           const struct zpp_network_options *options, const struct zpp_store *store,
                           const struct zpp_wait *wait, struct zpp_err *err);
 void zpp_net_destroy(struct zpp_comm *comm, bool forked);
-/* Tell the ranks of other hosts why the group ended. Any thread; never waits. */
+/* Send the ranks of other hosts the reason why the group ended. Any thread; never waits. */
 void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
-/* Went, or died, and nothing came from it for a while. */
+/* Return true if the rank left or died, and nothing has come from it for a while. */
 bool zpp_net_gone(const struct zpp_comm *comm, int rank);
 bool zpp_net_died(const struct zpp_comm *comm, int rank); /* gone without a farewell */
 void zpp_net_lost(struct zpp_comm *comm, int rank);       /* one of its connections is closed */
@@ -116,22 +116,22 @@ void zpp_local_destroy(struct zpp_comm *local, bool forked);
 zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err);
 
 /* --- net_flow.c: bytes of collectives ---------------------------------------------------------------------------- */
-/* Which connections of a pair a flow may use. FIRST and REST share them out, so that two flows of one direction go side
- * by side; where there is one connection, they take turns on it. */
+/* The connections of a pair that a flow may use. FIRST and REST divide them, so that two flows of one direction run in
+ * parallel; a single connection carries them one after the other. */
 enum zpp_flow_links { ZPP_LINKS_ALL, ZPP_LINKS_FIRST, ZPP_LINKS_REST };
 struct zpp_flow {
     int peer;
     bool out;
-    uint32_t part; /* which transfer of the collective: compared */
+    uint32_t part; /* number of the transfer within the collective; compared */
     enum zpp_flow_links links;
     uint8_t *data;
     size_t bytes;
-    size_t ready; /* out: so many bytes may go. The step function raises it */
-    size_t done;  /* so many bytes from the beginning have come or gone */
+    size_t ready; /* out: so many bytes may be sent; the step function raises it */
+    size_t done;  /* so many bytes from the beginning have been received or sent */
     /* in, if not 0: `data` is a ring of so many bytes (zpp_flow_ring_bytes); the step function raises `taken`, how many
      * bytes from the beginning it has read */
     size_t ring_bytes, taken;
-    /* the engine's */
+    /* private to net_flow.c */
     struct {
         size_t header_bytes, at_bytes;
     } link[ZPP_NET_DATA_MAX];
@@ -143,17 +143,17 @@ static inline struct zpp_flow zpp_flow_out(int peer, uint32_t part, const void *
 static inline struct zpp_flow zpp_flow_in(int peer, uint32_t part, void *data, size_t bytes) {
     return (struct zpp_flow){.peer = peer, .part = part, .data = data, .bytes = bytes};
 }
-/* A ring in which no connection has to wait for another one. */
+/* Return the size of a ring in which no connection waits for another one. */
 size_t zpp_flow_ring_bytes(const struct zpp_comm *comm);
-/* Run all flows to their end, at once; flows of one peer and direction one after the other, in the order of the array.
- * `step` (may be NULL) is called whenever bytes have come. turn->comm is the whole group. */
+/* Run all flows to their end, in parallel; flows of one peer and direction run one after the other, in the order of
+ * the array. `step` (may be NULL) is called whenever bytes have come. wait_ctx->comm is the whole group. */
 zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
                          void *ctx, struct zpp_err *err);
-/* At least `bytes`, kept for the next call; page aligned. */
+/* Return scratch of at least `bytes`, page aligned, kept for the next call. */
 zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err);
 
 /* --- hier_*.c: collectives over hosts ---------------------------------------------------------------------------- */
-/* What the parts of one collective share: turns with their own patience. */
+/* State that the parts of one collective share, with a timeout for each kind of wait. */
 struct zpp_hier {
     struct zpp_comm *comm;
     struct zpp_net *net;
@@ -161,7 +161,7 @@ struct zpp_hier {
     const struct zpp_call *call;
     struct zpp_wait before_wait, internode_wait, after_wait;
     struct zpp_wait_ctx before, internode, after; /* inside the host, over the network, inside the host again */
-    int me, place, locals;                  /* my rank, my place on my host, how many we are there */
+    int me, place, locals;                        /* this rank, its place on its host, the ranks of this host */
 };
 zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err);
 zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err);

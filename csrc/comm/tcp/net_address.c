@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Which address a rank listens on and connects from, and what tells hosts apart.
+ * The address that a rank listens on and connects from, and the identity of its host.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -55,8 +55,8 @@ static int family_of(const struct zpp_network_options *options) {
     return options->family == 6 ? AF_INET6 : options->family == 4 ? AF_INET : AF_UNSPEC;
 }
 
-/* Lower is better; -1: not at all. IPv4 before IPv6, or as `family` says; an address of this link only as a last
- * resort. */
+/* Rank an address: lower is better, -1 is unusable. IPv4 before IPv6, unless `family` says otherwise; a link-local
+ * address only as a last resort. */
 static int rank_address(const struct ifaddrs *entry, const struct zpp_network_options *options) {
     const bool named = options->interface && options->interface[0];
     const int family = entry->ifa_addr->sa_family, wanted = family_of(options);
@@ -100,7 +100,8 @@ static zpp_status from_list(const struct zpp_network_options *options, struct zp
     return best ? ZPP_OK : no_address(options, names, err);
 }
 
-/* What the kernel would send from. Connecting a datagram socket asks it without sending anything. */
+/* Find the address that the kernel would send from: connecting a datagram socket returns it without sending
+ * anything. */
 static bool ask_route(const struct addrinfo *toward, struct sockaddr_storage *here) {
     socklen_t length = sizeof *here;
     const int probe = socket(toward->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -111,7 +112,7 @@ static bool ask_route(const struct addrinfo *toward, struct sockaddr_storage *he
     return found;
 }
 
-/* The interface that leads to the job's store: IPv4 first, unless the options say otherwise. */
+/* Find the interface that leads to the job's store: IPv4 first, unless the options say otherwise. */
 static bool from_route(const struct zpp_network_options *options, struct zpp_net_address *out) {
     const struct addrinfo hints = {.ai_socktype = SOCK_DGRAM, .ai_family = family_of(options)};
     struct addrinfo *list = NULL;
@@ -160,7 +161,7 @@ void zpp_net_interface_of(int socket, char *name, size_t capacity) {
 }
 
 bool zpp_net_has_link(int socket, const char *interface) {
-    struct ifreq asked = {0}; /* of the socket's network namespace, whichever the thread is in */
+    struct ifreq asked = {0}; /* of the socket's network namespace, which may differ from the thread's */
     snprintf(asked.ifr_name, sizeof asked.ifr_name, "%s", interface);
     if (ioctl(socket, SIOCGIFFLAGS, &asked) != 0) return errno != ENODEV;
     return (asked.ifr_flags & IFF_UP) && (asked.ifr_flags & IFF_RUNNING);
@@ -172,7 +173,7 @@ static void read_boot_id(char *out, size_t capacity) {
     if (fd >= 0) close(fd);
     out[got > 0 ? got : 0] = '\0';
     out[strcspn(out, "\n")] = '\0';
-    if (!out[0]) gethostname(out, capacity - 1); /* no /proc: the host's name has to do */
+    if (!out[0]) gethostname(out, capacity - 1); /* without /proc, use the host name */
 }
 
 void zpp_net_identity(const struct zpp_network_options *options, char *out, size_t capacity) {
@@ -183,7 +184,7 @@ void zpp_net_identity(const struct zpp_network_options *options, char *out, size
         return;
     }
     read_boot_id(boot_id, sizeof boot_id);
-    /* Abstract Unix sockets, over which ranks of a host meet, belong to a network namespace. */
+    /* The abstract Unix sockets of the rendezvous belong to a network namespace. */
     const bool known = stat("/proc/self/ns/net", &space) == 0;
     snprintf(out, capacity, "%s/%llx", boot_id, known ? (unsigned long long)space.st_ino : 0ull);
 }

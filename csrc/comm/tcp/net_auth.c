@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * SipHash-2-4, the keyed hash that members of a group prove with that they know a secret (Aumasson and Bernstein, 2012:
- * "SipHash: a fast short-input PRF"): a 128-bit key, a 64-bit answer. Whoever guesses has one guess a connection.
+ * SipHash-2-4, the keyed hash with which members of a group prove that they know a secret (Aumasson and Bernstein,
+ * 2012: "SipHash: a fast short-input PRF"): a 128-bit key, a 64-bit answer. An attacker has one guess for each
+ * connection.
  */
 #include <string.h>
 
@@ -49,6 +50,6 @@ uint64_t zpp_net_mac(const uint8_t key[ZPP_NET_SECRET_BYTES], const void *data, 
 }
 
 bool zpp_net_same_mac(uint64_t a, uint64_t b) {
-    volatile uint64_t difference = a ^ b; /* one word is compared at once anyway; volatile keeps it so */
+    volatile uint64_t difference = a ^ b; /* one 64-bit comparison takes constant time; volatile keeps it that way */
     return difference == 0;
 }

@@ -2,11 +2,11 @@
  *
  * Flows: bytes of a collective between this rank and ranks of other hosts, all at once, by the calling thread. A flow
  * of some size is cut into chunks that go over the connections of the pair in turn; on each connection it begins with
- * one frame, which says what it is. The receiver knows what must come: a frame that says anything else ends the group
- * with a message that shows both sides. Bytes are written straight to where they belong.
+ * one frame, which identifies it. The receiver knows the frame it expects: any other ends the group with a message
+ * that shows both sides. Bytes are received into their final place.
  *
- * Sockets do not block. What can move moves; when nothing can, one poll sleeps on all of them, at most until the next
- * look at comm error, dead peers, tick and timeout.
+ * Sockets do not block. Every pass moves all bytes that can move; if none can, one poll sleeps on all sockets, at most
+ * until the next check for a comm error, dead peers, tick and timeout.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -26,12 +26,12 @@ struct run {
     struct zpp_flow *flows;
     size_t count;
     uint64_t received_bytes, looked_ns;
-    /* In one pass: which connections an earlier flow still uses, by direction. */
+    /* State of one pass: the connections that an earlier flow still uses, by direction. */
     uint8_t taken[2][ZPP_RANKS_MAX];
-    uint8_t closed[ZPP_RANKS_MAX]; /* connections that ended; a bit each */
+    uint8_t closed[ZPP_RANKS_MAX]; /* connections that have ended, one bit each */
 };
 
-/* The connections of a flow: from `first` up to, not including, `end`. */
+/* Compute the connections of a flow: [first, end). */
 struct span {
     int first, end;
 };
@@ -56,7 +56,7 @@ static bool finished(const struct run *run, const struct zpp_flow *flow) {
     return true;
 }
 
-/* Every byte below the lowest position of a connection has moved: it belongs to a chunk of one that is past it. */
+/* Compute how many bytes have moved: all below the lowest position of any connection. */
 static void count_done(const struct run *run, struct zpp_flow *flow) {
     const struct span span = links_of(run, flow);
     size_t lowest = flow->bytes;
@@ -65,7 +65,7 @@ static void count_done(const struct run *run, struct zpp_flow *flow) {
     flow->done = lowest;
 }
 
-/* How much of the current chunk of this connection may move now. */
+/* Return how much of the current chunk of this connection may move now. */
 static size_t chunk_left(const struct zpp_flow *flow, int link) {
     const size_t at = flow->link[link].at_bytes, end = at / CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES;
     size_t limit = flow->out ? flow->ready : flow->bytes;
@@ -101,7 +101,7 @@ static int fd_of(const struct run *run, const struct zpp_flow *flow, int link) {
 
 static void connection_ended(struct run *run, const struct zpp_flow *flow, int link) {
     run->closed[flow->peer] |= (uint8_t)(1u << link);
-    zpp_net_lost(run->comm, flow->peer); /* whether it died, left, or recorded a comm error will show soon */
+    zpp_net_lost(run->comm, flow->peer); /* the next check shows whether it died, left, or recorded a comm error */
 }
 
 static bool send_some(struct run *run, struct zpp_flow *flow, int link) {
@@ -135,7 +135,7 @@ static zpp_status diverged(struct run *run, const struct zpp_flow *flow, const s
                              "which "
                              "expects %" PRIu64 "; the split sizes of the two must agree",
                              mine, wanted->seq, comm->name, flow->peer, came->bytes, comm->rank, wanted->bytes);
-    const bool first = comm->rank < flow->peer; /* both sides say the same */
+    const bool first = comm->rank < flow->peer; /* both sides report the same text */
     return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err,
                          "comm: rank %d is in %s #%" PRIu64 " but rank %d is in %s #%" PRIu64 " of group \"%s\"; all "
                          "ranks must call the same collectives with the same sizes in the same order",
@@ -160,7 +160,7 @@ static zpp_status check_header(struct run *run, const struct zpp_flow *flow, int
 
 static zpp_status receive_header(struct run *run, struct zpp_flow *flow, int link, bool *moved, struct zpp_err *err) {
     uint8_t raw[ZPP_FRAME_BYTES];
-    /* Peek until it is whole: then one read takes it, and nothing has to be kept between two calls. */
+    /* Peek until the frame is whole: then one read takes it, and no part is kept between calls. */
     const ssize_t there = recv(fd_of(run, flow, link), raw, sizeof raw, MSG_DONTWAIT | MSG_PEEK);
     if (there == 0 || (there < 0 && errno != EAGAIN && errno != EINTR)) connection_ended(run, flow, link);
     if (there < (ssize_t)sizeof raw) return ZPP_OK;
@@ -189,7 +189,7 @@ static zpp_status receive_some(struct run *run, struct zpp_flow *flow, int link,
 
 /* --- all of them ------------------------------------------------------------------------------------------------- */
 
-/* The connections that a flow may use now: those that no earlier flow of its peer and direction still needs. */
+/* Compute the connections that a flow may use now: those that no earlier flow of its peer and direction still uses. */
 static uint8_t open_links(struct run *run, const struct zpp_flow *flow) {
     const struct span span = links_of(run, flow);
     uint8_t wanted = 0;
@@ -236,8 +236,8 @@ static void sleep_on_sockets(struct run *run) {
     (void)poll(polled, count, 100);
 }
 
-/* Who is waited for: a peer that is gone, if there is one, or a rank that died elsewhere on a host that is waited for;
- * else the first whose flow is not finished. */
+/* Return the rank that the flows wait for: a peer that is gone, if there is one, or a rank that died on the host of an
+ * awaited peer; else the peer of the first unfinished flow. */
 static int awaited(const struct run *run, bool *gone) {
     int first = ZPP_NO_RANK;
     for (size_t i = 0; i < run->count; i++) {
@@ -260,7 +260,8 @@ static void heard(struct run *run, uint64_t now_ns) {
         if (!run->flows[i].out) atomic_store(&run->comm->net->peer[run->flows[i].peer].heard_ns, now_ns);
 }
 
-/* Nothing moved. `gone` was asked before the last attempt, so what a peer sent before it went has been taken. */
+/* Wait after a pass that moved nothing. `gone` was checked before that pass, so bytes that a peer sent before it left
+ * have been received. */
 static zpp_status rest(struct run *run, int *spins, int *rank, bool *gone, struct zpp_err *err) {
     if (!run->comm->crowded && (*spins)++ < SPINS) return ZPP_OK;
     const uint64_t slept_ns = zpp_now_ns();
@@ -304,7 +305,7 @@ zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, 
         if (moved) {
             spins = 0;
             gone = false;
-            wait_ctx->start_ns = wait_ctx->check_ns = wait_ctx->log_ns = 0; /* patience is for silence, not for size */
+            wait_ctx->start_ns = wait_ctx->check_ns = wait_ctx->log_ns = 0; /* bytes came: the timeout restarts */
         } else {
             status = rest(&run, &spins, &rank, &gone, err);
         }

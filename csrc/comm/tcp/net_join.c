@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How ranks of different hosts come to their connections. Each puts its address and a secret into the job's store, the
- * higher rank of a pair connects to the lower one, once for each slot, and both prove that they know the secret of the
- * one that is connected to. It never crosses the network:
+ * How ranks of different hosts connect. Each puts its address and a secret into the job's store, the higher rank of a
+ * pair connects to the lower one, once for each slot, and both prove that they know the listener's secret, which never
+ * crosses the network:
  *
  *   listener   challenge: magic, rank, 16 random bytes
  *   caller     handshake: magic, rank, slot, 16 random bytes of its own, MAC(secret; 'C', rank, slot, both random
  *   numbers)
  *   listener   answer: magic, MAC(secret; 'L', the same)
  *
- * Who answers wrongly, or not within five seconds, is turned away; others go on joining meanwhile.
+ * A connection with a wrong answer, or none within five seconds, is closed; others go on joining meanwhile.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -27,7 +27,7 @@
 enum { MAGIC = 0x5a505441, NONCE_BYTES = 16, STRANGERS_MAX = 64 };
 static const uint64_t STRANGER_NS = 5000000000u;
 
-/* In the store. */
+/* A rank's entry in the store. */
 struct address_endpoint {
     uint32_t magic, rank, links, family;
     uint8_t address[16];
@@ -50,7 +50,7 @@ struct answer {
     uint64_t mac;
 };
 
-/* What is proved. */
+/* The data that a MAC covers. */
 struct proof {
     uint8_t who; /* 'C' or 'L' */
     uint8_t zero[3];
@@ -58,7 +58,7 @@ struct proof {
     uint8_t listener_nonce[NONCE_BYTES], caller_nonce[NONCE_BYTES];
 };
 
-/* Somebody who connected and has not proved anything yet. */
+/* A connection that has not proved anything yet. */
 struct stranger {
     int fd; /* -1: free */
     uint64_t since_ns;
@@ -176,7 +176,7 @@ static socklen_t address_of(const struct joining *joining, int rank, struct sock
         six->sin6_family = AF_INET6;
         six->sin6_port = htons(endpoint->port);
         memcpy(&six->sin6_addr, endpoint->address, 16);
-        /* An address of this link needs to know which link: the one that this rank uses. */
+        /* Complete a link-local address with its link: the one that this rank uses. */
         six->sin6_scope_id = ((const struct sockaddr_in6 *)(const void *)&joining->own.address)->sin6_scope_id;
         return sizeof *six;
     }
@@ -189,7 +189,7 @@ static socklen_t address_of(const struct joining *joining, int rank, struct sock
 
 /* --- connecting to a lower rank ---------------------------------------------------------------------------------- */
 
-/* Wait until the socket can be read or written, or about 100 ms; then look around. */
+/* Wait until the socket can be read or written, or about 100 ms; then run the checks of a wait. */
 static zpp_status pause_for(struct joining *joining, int fd, short events, int rank, struct zpp_err *err) {
     struct pollfd polled = {fd, events, 0};
     const int ready = poll(&polled, 1, 100);
@@ -239,10 +239,9 @@ static zpp_status receive_all(struct joining *joining, int fd, void *out, size_t
             continue;
         }
         if (more == 0 || (errno != EAGAIN && errno != EINTR))
-            return zpp_fail_rank(err, ZPP_PEER, rank,
-                                 "comm: rank %d ended, or turned rank %d away, while joining group \"%s\"%s%s", rank,
-                                 joining->comm->rank, joining->comm->name, more ? ": " : "",
-                                 more ? strerror(errno) : "");
+            return zpp_fail_rank(
+                err, ZPP_PEER, rank, "comm: rank %d ended, or refused rank %d, while joining group \"%s\"%s%s", rank,
+                joining->comm->rank, joining->comm->name, more ? ": " : "", more ? strerror(errno) : "");
         const zpp_status status = pause_for(joining, fd, POLLIN, rank, err);
         if (status != ZPP_OK) return status;
     }
@@ -267,8 +266,8 @@ static zpp_status call(struct joining *joining, int rank, int slot, struct zpp_e
     if (challenge.magic != MAGIC || challenge.rank != (uint32_t)rank || answer.magic != MAGIC ||
         !zpp_net_same_mac(answer.mac, prove(endpoint, 'L', &handshake, challenge.nonce)))
         return zpp_fail_rank(err, ZPP_PEER, rank,
-                             "comm: who answers for rank %d does not know the secret of group \"%s\"", rank,
-                             joining->comm->name);
+                             "comm: the process that answers for rank %d does not know the secret of group \"%s\"",
+                             rank, joining->comm->name);
     tune(*fd);
     return ZPP_OK;
 }
@@ -280,7 +279,7 @@ static void reject(struct stranger *stranger) {
     stranger->fd = -1;
 }
 
-/* The place of the one who has waited longest, if all are taken. */
+/* Return a free place, or that of the oldest connection. */
 static struct stranger *place_for_one(struct joining *joining) {
     struct stranger *oldest = &joining->stranger[0];
     for (int i = 0; i < STRANGERS_MAX; i++) {
@@ -305,7 +304,7 @@ static void greet(struct joining *joining, int fd) {
         reject(stranger);
 }
 
-/* May this handshake take a place? Everything in it is a stranger's word until the MAC is right. */
+/* Return true if this handshake may take a slot. None of its fields is trusted before the MAC is checked. */
 static bool is_member(const struct joining *joining, const struct stranger *stranger) {
     const struct zpp_comm *comm = joining->comm;
     const struct handshake *handshake = &stranger->handshake;
@@ -316,7 +315,7 @@ static bool is_member(const struct joining *joining, const struct stranger *stra
     return zpp_net_same_mac(handshake->mac, prove(&joining->endpoint[comm->rank], 'C', handshake, stranger->nonce));
 }
 
-/* Bytes of a stranger's handshake. */
+/* Read bytes of an unverified handshake. */
 static void listen_to(struct joining *joining, struct stranger *stranger) {
     const ssize_t got = recv(stranger->fd, (uint8_t *)&stranger->handshake + stranger->bytes,
                              sizeof stranger->handshake - stranger->bytes, MSG_DONTWAIT);

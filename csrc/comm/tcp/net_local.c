@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The ranks of this host as a group of their own, on the control memory that the whole group exchanged: so what runs
- * inside a host is the code for one host. It has counters of its own; the whole group never uses those words. Its
- * comm error, its dead and its messages are those of the whole group (comm_error.c, zpp_label).
+ * The ranks of this host as a group of their own, on the control memory that the whole group exchanged, so that the
+ * code for one host runs inside a host. The local group uses the counters in that memory, which the whole group does
+ * not. Its comm error, dead ranks and messages are those of the whole group (comm_error.c, zpp_label).
  */
 #include <stdlib.h>
 
@@ -49,7 +49,7 @@ void zpp_local_destroy(struct zpp_comm *local, bool forked) {
 
 zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err) {
     struct zpp_comm *local = inside->comm;
-    const struct zpp_wait_ctx like = *inside; /* who waits in there waits for the whole collective: messages say so */
+    const struct zpp_wait_ctx like = *inside; /* describes the whole collective */
     const zpp_status status = zpp_enter(local, local->outer->now, like.wait, inside, err);
     inside->describe = like.describe;
     inside->ctx = like.ctx;
