@@ -6,15 +6,8 @@
 
 #include "../../csrc/comm/internal.h"
 #include "../../csrc/comm/reduce.h"
+#include "mix.h"
 #include "ranks.h"
-
-static uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ x >> 16;
-}
 
 /* Element i of rank r, as a small number that every dtype holds. */
 static float value_of(int rank, size_t i) {

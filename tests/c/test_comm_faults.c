@@ -9,40 +9,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "ranks.h"
-
-#if defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define TEST_TSAN 1
-#endif
-#elif defined(__SANITIZE_THREAD__)
-#define TEST_TSAN 1
-#endif
-
-static const uint64_t second = UINT64_C(1000000000);
-
-static void pause_ms(long ms) {
-    const struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
-    nanosleep(&pause, NULL);
-}
+#include "group_faults.h"
 
 /* --- abort ------------------------------------------------------------------------------------------------------- */
 
-static void aborted(struct test_rank *me) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    if (me->rank == 1) {
-        pause_ms(50);
-        zpp_comm_abort(me->comm, "no space on disk");
-        pause_ms(300); /* still here, so nobody can say that it left */
-    }
-    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_ABORTED, "rank 1 aborted group \"test\": no space on disk");
-    CHECK_EQUAL(err.rank, 1);
-    CHECK_FAILS(zpp_comm_health(me->comm, &err), ZPP_ABORTED, "no space on disk");
-    zpp_comm_abort(me->comm, "too late to change it");
-    CHECK_FAILS(zpp_comm_health(me->comm, &err), ZPP_ABORTED, "no space on disk");
-}
-
-static void abort_reaches_everybody(void) { run_ranks(3, aborted, NULL); }
+static void abort_reaches_everybody(void) { run_ranks(3, test_abort, NULL); }
 
 /* --- divergence -------------------------------------------------------------------------------------------------- */
 
@@ -85,21 +56,7 @@ static void other_length(struct test_rank *me) {
 
 static void different_lengths(void) { run_ranks(2, other_length, NULL); }
 
-static void other_splits(struct test_rank *me) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    char from[2][16] = {{0}}, to[2][16];
-    void *dsts[2] = {to[0], to[1]};
-    const void *srcs[2] = {from[0], from[1]};
-    size_t out[2] = {8, 8}, in[2] = {8, me->rank == 0 ? 9 : 8};
-    const struct zpp_call call = {
-        .coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs, .dst_bytes = in, .src_bytes = out};
-    zpp_status status = zpp_comm_call(me->comm, &call, NULL, &err);
-    if (me->rank == 1 && status == ZPP_OK) status = zpp_barrier(me->comm, NULL, &err); /* its own part was consistent */
-    CHECK_EQUAL(status, ZPP_PEER);
-    CHECK(strstr(err.text, "rank 1 sends 8 bytes to rank 0, which expects 9"));
-}
-
-static void different_splits(void) { run_ranks(2, other_splits, NULL); }
+static void different_splits(void) { run_ranks(2, test_other_splits, NULL); }
 
 /* --- leaving and coming late ------------------------------------------------------------------------------------- */
 
@@ -121,7 +78,7 @@ static void await_comm_error(struct test_rank *me) {
 
 static void one_is_late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_comm_set_timeout(me->comm, second); /* not from the beginning: a busy machine needs longer to join */
+    zpp_comm_set_timeout(me->comm, TEST_SECOND_NS); /* not from the beginning: a busy machine needs longer to join */
     test_join(me);
     if (me->rank == 1) await_comm_error(me);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT,
@@ -138,7 +95,7 @@ static void does_not_meet(void) {
     zpp_comm *comm = NULL;
     store_table_init(&table);
     const struct zpp_store store = store_table_of(&table);
-    const struct zpp_comm_options options = {.rank = 0, .ranks = 2, .timeout_ns = second / 10, .name = "alone"};
+    const struct zpp_comm_options options = {.rank = 0, .ranks = 2, .timeout_ns = TEST_SECOND_NS / 10, .name = "alone"};
     CHECK_FAILS(zpp_comm_create(&options, &store, &comm, &err), ZPP_TIMEOUT, "nobody set");
     CHECK(comm == NULL);
     const struct zpp_comm_options wrong = {.rank = 2, .ranks = 2, .name = "alone"};
@@ -171,7 +128,7 @@ static void interrupted(struct test_rank *me) {
 
 static void ticks_end_a_wait(void) { run_ranks(2, interrupted, NULL); }
 
-#ifndef TEST_TSAN
+#ifndef ZPP_UNDER_TSAN
 static void told(void *ctx, const char *sentence) {
     (void)sentence;
     atomic_fetch_add((atomic_int *)ctx, 1);
@@ -219,7 +176,7 @@ static void one_thread_at_a_time(void) {
     run_ranks(2, two_threads, &refused);
 }
 
-#ifndef TEST_TSAN
+#ifndef ZPP_UNDER_TSAN
 /* --- processes --------------------------------------------------------------------------------------------------- */
 
 /* A child forked by rank 0 cannot disturb the group, whatever it does with it. */
@@ -280,8 +237,12 @@ static int in_process(struct shared_store *shared, int rank) {
     zpp_comm *comm = NULL;
     atomic_int heard = 0;
     const struct zpp_store store = {shared, shared_set, shared_get};
-    const struct zpp_comm_options options = {
-        .rank = rank, .ranks = PROCESSES, .timeout_ns = 60 * second, .name = "world", .log = told, .log_ctx = &heard};
+    const struct zpp_comm_options options = {.rank = rank,
+                                             .ranks = PROCESSES,
+                                             .timeout_ns = 60 * TEST_SECOND_NS,
+                                             .name = "world",
+                                             .log = told,
+                                             .log_ctx = &heard};
     CHECK_OK(zpp_comm_create(&options, &store, &comm, &err));
     zpp_status status = ZPP_OK;
     while (status == ZPP_OK) status = zpp_barrier(comm, NULL, &err);
@@ -312,7 +273,7 @@ static void a_killed_process_is_named(void) {
         else
             CHECK_EQUAL(ended, 0);
     }
-    CHECK(zpp_now_ns() - start_ns < 4 * second);
+    CHECK(zpp_now_ns() - start_ns < 4 * TEST_SECOND_NS);
     munmap(shared, sizeof *shared);
 }
 
@@ -328,7 +289,7 @@ int main(int argc, char **argv) {
                                              TEST(does_not_meet),
                                              TEST(ticks_end_a_wait),
                                              TEST(one_thread_at_a_time),
-#ifndef TEST_TSAN /* which does not follow threads across fork */
+#ifndef ZPP_UNDER_TSAN /* which does not follow threads across fork */
                                              TEST(a_forked_child_is_harmless),
                                              TEST(a_killed_process_is_named),
 #endif

@@ -10,7 +10,8 @@
 #include <unistd.h>
 
 #include "../../csrc/comm/tcp/net.h"
-#include "placed.h"
+#include "group_faults.h"
+#include "strangers.h"
 
 #ifdef ZPP_UNDER_TSAN /* 20 times slower, and the order of events is its subject, not the arithmetic of places */
 static const char *const placements[] = {"ab", "aabb", "aab"};
@@ -256,23 +257,7 @@ static void limits_and_queues(void) { run_hosts("ab", limits, NULL); }
 
 /* --- what goes wrong --------------------------------------------------------------------------------------------- */
 
-static void pause_ms(long ms) {
-    const struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
-    nanosleep(&pause, NULL);
-}
-
-static void aborted(struct test_rank *me) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    if (me->rank == 1) {
-        pause_ms(50);
-        zpp_comm_abort(me->comm, "no space on disk");
-        pause_ms(300);
-    }
-    CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_ABORTED, "rank 1 aborted group \"test\": no space on disk");
-    CHECK_EQUAL(err.rank, 1);
-}
-
-static void abort_reaches_all_hosts(void) { run_hosts("abab", aborted, NULL); }
+static void abort_reaches_all_hosts(void) { run_hosts("abab", test_abort, NULL); }
 
 static void leaves(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -282,7 +267,7 @@ static void leaves(struct test_rank *me) {
     const uint64_t start_ns = zpp_now_ns();
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_PEER, "left the group \"test\"");
     CHECK_EQUAL(err.rank, me->ranks - 1);
-    CHECK(zpp_now_ns() - start_ns < 5 * PLACED_SECOND_NS);
+    CHECK(zpp_now_ns() - start_ns < 5 * TEST_SECOND_NS);
 }
 
 static void a_rank_leaves(void) {
@@ -296,7 +281,7 @@ static void late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     const int failed_rank = me->ranks - 1;
     CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-    zpp_comm_set_timeout(me->comm, PLACED_SECOND_NS / 2);
+    zpp_comm_set_timeout(me->comm, TEST_SECOND_NS / 2);
     test_join(me);
     while (me->rank == failed_rank && zpp_comm_health(me->comm, &err) == ZPP_OK) pause_ms(10);
     CHECK_FAILS(zpp_barrier(me->comm, NULL, &err), ZPP_TIMEOUT, "did not come to barrier() #2 within");
@@ -344,51 +329,18 @@ static void different_objects(void) {
     run_hosts("aa", objects, NULL);
 }
 
-static void other_splits(struct test_rank *me) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    char from[2][16] = {{0}}, to[2][16];
-    void *dsts[2] = {to[0], to[1]};
-    const void *srcs[2] = {from[0], from[1]};
-    size_t out[2] = {8, 8}, in[2] = {8, me->rank == 0 ? 9 : 8};
-    const struct zpp_call call = {
-        .coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs, .dst_bytes = in, .src_bytes = out};
-    zpp_status status = zpp_comm_call(me->comm, &call, NULL, &err);
-    if (me->rank == 1 && status == ZPP_OK) status = zpp_barrier(me->comm, NULL, &err);
-    CHECK_EQUAL(status, ZPP_PEER);
-    CHECK(strstr(err.text, "rank 1 sends 8 bytes to rank 0, which expects 9"));
-}
-
-static void different_splits(void) { run_hosts("ab", other_splits, NULL); }
+static void different_splits(void) { run_hosts("ab", test_other_splits, NULL); }
 
 /* --- strangers --------------------------------------------------------------------------------------------------- */
 
-/* The store tells a stranger where rank 0 listens; what it tells the stranger of the secret is not used. Rank 1 hears
- * it only when the strangers have come and gone: rank 0 listens until rank 1 has joined. */
-struct watched_store {
-    struct store_table table;
-    pthread_t stranger;
-    atomic_int turned_away;
-};
 enum { STRANGERS = 3 };
 
-static zpp_status get_after_strangers(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
-                                      struct zpp_err *err) {
-    struct watched_store *watched = ctx;
-    while (strcmp(key, "zpp/address/0") == 0 && atomic_load(&watched->turned_away) < STRANGERS) pause_ms(5);
-    return store_table_get(&watched->table, key, value, bytes, timeout_ns, err);
-}
-
-static zpp_status set_watched(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err) {
-    struct watched_store *watched = ctx;
-    return store_table_set(&watched->table, key, value, bytes, err);
-}
-
-static void *be_a_stranger(void *arg) {
+static void *be_strangers(void *arg) {
     struct watched_store *watched = arg;
     struct zpp_err err = ZPP_ERR_INIT;
     uint8_t endpoint[256], junk[40] = {0};
     size_t bytes = sizeof endpoint;
-    CHECK_OK(store_table_get(&watched->table, "zpp/address/0", endpoint, &bytes, 60 * PLACED_SECOND_NS, &err));
+    CHECK_OK(store_table_get(&watched->table, "zpp/address/0", endpoint, &bytes, 60 * TEST_SECOND_NS, &err));
     struct sockaddr_in there = {.sin_family = AF_INET};
     uint16_t port;
     memcpy(&there.sin_addr, endpoint + 16, 4);
@@ -407,35 +359,13 @@ static void *be_a_stranger(void *arg) {
         size_t got = 0;
         for (ssize_t more; (more = recv(fd, answer, sizeof answer, 0)) > 0;) got += (size_t)more;
         CHECK(got <= 24); /* the challenge and nothing else */
-        atomic_fetch_add(&watched->turned_away, 1);
+        atomic_fetch_add(&watched->refused, 1);
         close(fd);
     }
     return NULL;
 }
 
-static void guarded(struct test_rank *me) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-}
-
-static void strangers_are_turned_away(void) {
-    struct watched_store watched;
-    struct placed_rank rank[2];
-    pthread_t thread[2];
-    store_table_init(&watched.table);
-    atomic_init(&watched.turned_away, 0);
-    const struct zpp_store store = {&watched, set_watched, get_after_strangers};
-    for (int r = 0; r < 2; r++) {
-        rank[r] = (struct placed_rank){
-            {r, 2, NULL, NULL, 60 * PLACED_SECOND_NS, &store, guarded, NULL}, {(char)('a' + r), '\0'}, "ab"};
-        CHECK(pthread_create(&thread[r], NULL, placed_main, &rank[r]) == 0);
-    }
-    CHECK(pthread_create(&watched.stranger, NULL, be_a_stranger, &watched) == 0);
-    for (int r = 0; r < 2; r++) CHECK(pthread_join(thread[r], NULL) == 0);
-    CHECK(pthread_join(watched.stranger, NULL) == 0);
-    CHECK_EQUAL(atomic_load(&watched.turned_away), STRANGERS);
-    store_table_fini(&watched.table);
-}
+static void strangers_are_turned_away(void) { run_with_strangers("zpp/address/0", STRANGERS, "ab", be_strangers); }
 
 /* The test vectors of the SipHash paper, appendix A. */
 static void siphash(void) {

@@ -7,7 +7,7 @@
 
 #include "../../csrc/comm/nccl/nccl.h"
 #include "../../csrc/comm/nccl/nccl_api.h"
-#include "placed.h"
+#include "ranks.h"
 #include "sim_gpu.h"
 
 enum { ELEMS = 1000, RANKS = 3 };
@@ -338,7 +338,7 @@ static void wrong_body(struct test_rank *me) {
 }
 
 static void fails(struct wrong wrong, uint64_t timeout_ns, int aborts) {
-    run_ranks_timeout(RANKS, timeout_ns, wrong_body, &wrong);
+    run_ranks_timeout(RANKS, NULL, timeout_ns, wrong_body, &wrong);
     faults->stall = faults->async_error = 0;
     nothing_is_left(aborts);
 }
@@ -390,7 +390,7 @@ static void a_rank_that_cannot_is_named_by_all(void) {
     faults->refuse_id = 0;
     nothing_is_left(0);
     faults->stall_init = 1;
-    run_ranks_timeout(RANKS, SHORT_NS, cannot_body, (void *)"meeting");
+    run_ranks_timeout(RANKS, NULL, SHORT_NS, cannot_body, (void *)"meeting");
     faults->stall_init = 0;
     nothing_is_left(RANKS);
 }

@@ -4,6 +4,7 @@
  * thread for all ranks, bit for bit, over several calls (so the errors count), odd lengths and kinds of floats; bytes
  * as the paper counts them; ranks that disagree; values that are not finite.
  */
+#include "mix.h"
 #include "ranks.h"
 
 #include <math.h>
@@ -13,14 +14,6 @@
 #include "../../csrc/ops/onebit/onebit.h"
 
 enum { CALLS = 3, ELEMS_MAX = 5000, CHUNK = 48 };
-
-static uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ x >> 16;
-}
 
 static float value_of(int rank, int call, size_t i) {
     return (float)mix((uint32_t)i * 31u + (uint32_t)rank * 977u + (uint32_t)call * 7919u) / 4294967296.0f - 0.4f;

@@ -7,15 +7,8 @@
 #include <math.h>
 
 #include "../../csrc/ops/quant/quant.h"
-#include "placed.h"
-
-static uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ x >> 16;
-}
+#include "mix.h"
+#include "ranks.h"
 
 /* Element i of rank r: of different size from block to block. */
 static float value_of(int rank, size_t i) {
@@ -28,7 +21,7 @@ struct what {
     int bits;
     size_t block_elems, elems;
     int node_ranks;
-    const char *hosts; /* of the ranks, see placed.h; NULL: all on one */
+    const char *hosts; /* of the ranks, see ranks.h; NULL: all on one */
 };
 
 static struct zpp_quant_spec spec_of(const struct what *what) {

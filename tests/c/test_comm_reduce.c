@@ -5,6 +5,7 @@
  * (avx512_emulated.h).
  */
 #include "harness.h"
+#include "mix.h"
 
 #include <math.h>
 
@@ -52,14 +53,6 @@ enum { ELEMS = 300, SOURCES = 5, ROOM = ELEMS * 4 + 128 };
 
 static unsigned char sources[SOURCES][ROOM] __attribute__((aligned(64)));
 static const void *from[SOURCES];
-
-static uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ x >> 16;
-}
 
 /* Random bits: every class of number, denormals, infinities and NaNs among them. fp16 NaNs differ between instruction
  * sets in nothing but their payload, so there are none among the fp16 inputs. */

@@ -4,7 +4,6 @@
  * those that know the secret. (Strangers at the door of another host: test_comm_hier.c.)
  */
 #include <errno.h>
-#include <stdatomic.h>
 #include <stddef.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -12,9 +11,7 @@
 #include <unistd.h>
 
 #include "../../csrc/comm/shm/memfd.h"
-#include "ranks.h"
-
-static const uint64_t second = UINT64_C(1000000000);
+#include "strangers.h"
 
 static void shared_memory_is_the_owners_alone(void) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -42,26 +39,7 @@ struct handshake {
     uint8_t secret[16];
 };
 
-/* Rank 1 hears of rank 0 only when the strangers have been turned away: until then rank 0 listens. */
-struct watched_store {
-    struct store_table table;
-    pthread_t stranger;
-    atomic_int turned_away;
-};
 enum { WRONG_SECRET, RIGHT_SECRET_WRONG_RANK, NO_DESCRIPTOR, SILENT_AND_GONE, STRANGERS };
-
-static zpp_status get_after_strangers(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
-                                      struct zpp_err *err) {
-    struct watched_store *watched = ctx;
-    const struct timespec pause = {0, 5000000};
-    while (strcmp(key, "zpp/rank/0") == 0 && atomic_load(&watched->turned_away) < STRANGERS) nanosleep(&pause, NULL);
-    return store_table_get(&watched->table, key, value, bytes, timeout_ns, err);
-}
-
-static zpp_status set_watched(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err) {
-    struct watched_store *watched = ctx;
-    return store_table_set(&watched->table, key, value, bytes, err);
-}
 
 static int connect_to(const struct endpoint *endpoint) {
     struct sockaddr_un there = {.sun_family = AF_UNIX};
@@ -83,13 +61,13 @@ static void send_handshake(int to, const struct endpoint *endpoint, int kind) {
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
         struct cmsghdr align;
-    } room;
-    memset(&room, 0, sizeof room);
+    } control;
+    memset(&control, 0, sizeof control);
     struct iovec part = {&handshake, sizeof handshake};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     if (kind != NO_DESCRIPTOR) {
-        message.msg_control = room.bytes;
-        message.msg_controllen = sizeof room.bytes;
+        message.msg_control = control.bytes;
+        message.msg_controllen = sizeof control.bytes;
         struct cmsghdr *head = CMSG_FIRSTHDR(&message);
         head->cmsg_level = SOL_SOCKET;
         head->cmsg_type = SCM_RIGHTS;
@@ -105,7 +83,7 @@ static void *be_strangers(void *arg) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct endpoint endpoint;
     size_t bytes = sizeof endpoint;
-    CHECK_OK(store_table_get(&watched->table, "zpp/rank/0", &endpoint, &bytes, 60 * second, &err));
+    CHECK_OK(store_table_get(&watched->table, "zpp/rank/0", &endpoint, &bytes, 60 * TEST_SECOND_NS, &err));
     CHECK_EQUAL(bytes, sizeof endpoint);
     for (int kind = 0; kind < STRANGERS; kind++) {
         const int fd = connect_to(&endpoint);
@@ -115,33 +93,12 @@ static void *be_strangers(void *arg) {
             CHECK(recv(fd, answer, sizeof answer, 0) <= 0); /* no memory, no secret: nothing comes back */
         }
         close(fd);
-        atomic_fetch_add(&watched->turned_away, 1);
+        atomic_fetch_add(&watched->refused, 1);
     }
     return NULL;
 }
 
-static void guarded(struct test_rank *me) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-}
-
-static void strangers_are_turned_away(void) {
-    struct watched_store watched;
-    struct test_rank rank[2];
-    pthread_t thread[2];
-    store_table_init(&watched.table);
-    atomic_init(&watched.turned_away, 0);
-    const struct zpp_store store = {&watched, set_watched, get_after_strangers};
-    for (int r = 0; r < 2; r++) {
-        rank[r] = (struct test_rank){r, 2, NULL, NULL, 60 * second, &store, guarded, NULL};
-        CHECK(pthread_create(&thread[r], NULL, test_rank_main, &rank[r]) == 0);
-    }
-    CHECK(pthread_create(&watched.stranger, NULL, be_strangers, &watched) == 0);
-    for (int r = 0; r < 2; r++) CHECK(pthread_join(thread[r], NULL) == 0);
-    CHECK(pthread_join(watched.stranger, NULL) == 0);
-    CHECK_EQUAL(atomic_load(&watched.turned_away), STRANGERS);
-    store_table_fini(&watched.table);
-}
+static void strangers_are_turned_away(void) { run_with_strangers("zpp/rank/0", STRANGERS, NULL, be_strangers); }
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {
