@@ -15,23 +15,13 @@ twice that.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import adagrad as reference
 from torch import Tensor
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "adagrad.py"
-_spec = importlib.util.spec_from_file_location("reference_adagrad", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 RATES = {"lr": 1e-2, "lr_decay": 1e-3, "eps": 1e-10}

@@ -18,7 +18,6 @@ Subnormal v is left out of the relative bound (its unit is absolute): test_extre
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -31,14 +30,8 @@ import torch
 import zeropp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import adam as reference
 from torch import Tensor
-
-HERE = Path(__file__).resolve().parent
-_spec = importlib.util.spec_from_file_location("reference_adam", HERE.parent / "reference" / "adam.py")
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 RATES = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}

@@ -9,25 +9,16 @@ max(2^-4 |x|, 2^-10 s) + 3.5 u |x|: the header says 4 u |x|. 16-bit out: half an
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import fp8 as reference
 from torch import Tensor
 from zeropp import ops
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "fp8.py"
-_spec = importlib.util.spec_from_file_location("reference_fp8", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 QUIET = settings(deadline=None, max_examples=40)

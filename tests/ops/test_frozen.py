@@ -10,10 +10,7 @@ The bound. u = 2^-24. Constants are rounded once (u each), then every operation 
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +18,8 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import frozen as reference
 from torch import Tensor
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "frozen.py"
-_spec = importlib.util.spec_from_file_location("reference_frozen", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 RATES: dict[str, Any] = {"step_size": 3e-3, "variance_step": 7, "beta2": 0.99}

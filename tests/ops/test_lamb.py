@@ -9,9 +9,6 @@ cancel: 12 u (|b m| + |w g|) / (1 - b^t) / root + 3 u |decay p|. A norm's square
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +16,8 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import lamb as reference
 from torch import Tensor, nn
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "lamb.py"
-_spec = importlib.util.spec_from_file_location("reference_lamb", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 LR = 3e-3

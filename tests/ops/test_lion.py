@@ -11,9 +11,6 @@ The bound. u = 2^-24. Constants are rounded once (u each), then every operation 
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +18,8 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import lion as reference
 from torch import Tensor, nn
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "lion.py"
-_spec = importlib.util.spec_from_file_location("reference_lion", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 RATES = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.99}

@@ -8,10 +8,7 @@ divided by its sum. Combined rows: k + 2 roundings of fp32, relative to the sum 
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +16,9 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import moe as reference
 from torch import Tensor
 from zeropp import ops
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "moe.py"
-_spec = importlib.util.spec_from_file_location("reference_moe", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 QUIET = settings(deadline=None, max_examples=15)

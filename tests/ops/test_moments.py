@@ -5,10 +5,7 @@ is refused."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,7 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import moments as reference
 from torch import Tensor
 from zeropp.ops import (
     adagrad_step_,
@@ -28,13 +26,6 @@ from zeropp.ops import (
     moments_scales,
     sgd_step_,
 )
-
-HERE = Path(__file__).resolve().parent
-_spec = importlib.util.spec_from_file_location("reference_moments", HERE.parent / "reference" / "moments.py")
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 KINDS = (torch.bfloat16, torch.uint8)

@@ -12,10 +12,7 @@ a sum of positive terms, and one rounding of the quotient: 262 u relative.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,15 +21,9 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import onebit as reference
 from torch import Tensor
 from zeropp.ops import OneBit
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "onebit.py"
-_spec = importlib.util.spec_from_file_location("reference_onebit", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 QUIET = settings(deadline=None, max_examples=40)

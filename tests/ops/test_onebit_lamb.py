@@ -8,10 +8,7 @@ are added 256 to a lane, so a sum by (256 + 24) u of itself, and by 2 |u| times 
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +16,8 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import onebit_lamb_fresh as reference
 from torch import Tensor
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "onebit_lamb_fresh.py"
-_spec = importlib.util.spec_from_file_location("reference_onebit_lamb_fresh", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 RATES: dict[str, Any] = {"step": 9, "freeze_step": 5, "coefficient": 3.0, "weight_decay": 0.1}

@@ -15,10 +15,7 @@ first order in u.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,15 +23,9 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import quantise as reference
 from torch import Tensor
 from zeropp.ops import Quantised
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "quantise.py"
-_spec = importlib.util.spec_from_file_location("reference_quantise", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 QUIET = settings(deadline=None, max_examples=60)

@@ -14,9 +14,6 @@ twice that.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,14 +21,8 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import sgd as reference
 from torch import Tensor
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "sgd.py"
-_spec = importlib.util.spec_from_file_location("reference_sgd", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 QUIET = settings(deadline=None, max_examples=20)

@@ -11,13 +11,11 @@ is given, and o once more inside of delta: r = 2^-8 or 2^-11 of it.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,15 +23,9 @@ import torch
 import zeropp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import sparse_attention as reference
 from torch import Tensor
 from zeropp import nn, ops
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "sparse_attention.py"
-_spec = importlib.util.spec_from_file_location("reference_sparse_attention", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 U = 2.0**-24
 QUIET = settings(deadline=None, max_examples=20)

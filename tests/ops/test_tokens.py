@@ -3,24 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import tokens as reference
 from torch import Tensor
 from zeropp import ops
-
-_path = Path(__file__).resolve().parents[1] / "reference" / "tokens.py"
-_spec = importlib.util.spec_from_file_location("reference_tokens", _path)
-assert _spec is not None and _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = reference
-_spec.loader.exec_module(reference)
 
 QUIET = settings(deadline=None, max_examples=30)
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 
-import onebit
 import torch
+from reference import onebit
 from torch import Tensor
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 
-import lamb
 import torch
-from onebit_adam import Mean
+from reference import lamb
+from reference.onebit_adam import Mean
 from torch import Tensor
 
 
