@@ -12,9 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Tests start processes of their own: they, too, must find this tree, installed or not.
-OURS = [str(ROOT / "python"), str(ROOT / "tests")]
+OURS = [str(ROOT / "python"), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 sys.path[:0] = OURS
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*OURS, os.environ.get("PYTHONPATH", "")]))
+
+from ranks import each_rank, launched  # noqa: E402, F401  (fixtures)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

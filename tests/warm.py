@@ -31,7 +31,7 @@ from typing import Any
 
 PRELOADED = {
     # torch.optim imports torch._dynamo when the first optimizer is made, which costs as much as torch itself.
-    "torch": ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"],
+    "torch": ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"],
     "hf": ["torch.distributed", "torch._dynamo", "transformers.trainer", "accelerate", "peft"],
     "lightning": ["torch.distributed", "torch._dynamo", "lightning"],
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of the sequence and of matrices against the plain computation: values, gradients, dropout, autocast, and how much
-memory they take. Under ZeRO: tests/tiers/worker/tiling_cases.py."""
+memory they take. Under ZeRO: tests/tiers/test_tiling.py."""
 
 from __future__ import annotations
 

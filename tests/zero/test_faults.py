@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diverge_cases import CASES
-from launch_cases import end, start_rank
+from ranks import end, start_rank
 from warm import free_port
 
+FAULT_RANK = Path(__file__).with_name("fault_rank.py")
 RANKS, FAILED_RANK = 3, 1
 DEAD_S = 5.0  # a dead process is noticed within this
 TIMEOUT_S = 4.0  # what fault_rank.py gives init_process_group where a rank only stops
@@ -27,7 +27,7 @@ def launch(tmp_path: Path, what: str, where: str, mode: str, done: Callable[[lis
     port, files = free_port(), [tmp_path / f"{r}.json" for r in range(RANKS)]
     with (tmp_path / "log.txt").open("w") as log:
         processes = [
-            start_rank("fault_rank.py", [what, where, mode, str(FAILED_RANK), str(files[r])], r, RANKS, port, log)
+            start_rank(FAULT_RANK, [what, where, mode, str(FAILED_RANK), str(files[r])], r, RANKS, port, log)
             for r in range(RANKS)
         ]
         try:
@@ -104,13 +104,3 @@ def test_one_backward_more_than_the_others(mode: str, tmp_path: Path) -> None:
     told = " ".join(answer["text"] for answer in answers)
     assert "is at the reduction of the gradient of module 'blocks." in told and "after 4 backwards" in told, told
     assert "notice" not in told and "lane" not in told, told
-
-
-@pytest.fixture(scope="module")
-def diverged(run_ranks: Callable[..., Any], selected: Callable[[str], list[str]]) -> Any:
-    return run_ranks("diverge_cases", selected("case"), ranks=2)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_that_run_other_modules(case: str, diverged: Any) -> None:
-    diverged[case].check()

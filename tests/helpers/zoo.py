@@ -312,3 +312,12 @@ class TwoLosses(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.body(x)
         return (self.left(h) ** 2).mean(), F.softplus(self.right(h)).mean()
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.into(x).relu()).relu()

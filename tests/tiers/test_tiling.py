@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of matrices and of sequences under ZeRO; run beside activation_cases.py."""
+"""Tiles of matrices and of sequences under ZeRO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zeropp
-from state_cases import scratch
+from disk import scratch
+from ranks import on_ranks
 from torch import Tensor, nn
 from zeropp import Offload
 from zeropp.nn import TiledLinear, tile_linears, tile_sequence
@@ -52,7 +53,8 @@ def wide_losses(tile: bool, **config: Any) -> tuple[list[float], int]:
     return losses, tier.figures()["acquired_peak_bytes"] if tier.in_file else 0
 
 
-def tiles_come_and_go() -> None:
+@on_ranks(1, 2)
+def test_tiles_come_and_go() -> None:
     """A tile is in memory when it is used, not the matrix: in forward and in backward, the same losses in every tier."""
     with scratch() as path:
         plain, _ = wide_losses(False, stage=3)
@@ -96,7 +98,8 @@ def llama_losses(tile: bool, **config: Any) -> list[Any]:
     return seen
 
 
-def sequences_in_tiles() -> None:
+@on_ranks(1, 2)
+def test_sequences_in_tiles() -> None:
     """The head is tied to the embedding, and partitioned: the tiled loss reads it outside of its module."""
     with scratch() as path:
         wanted = llama_losses(True, stage=0)
@@ -105,6 +108,3 @@ def sequences_in_tiles() -> None:
         every = Offload(params="nvme", optimizer="nvme", activations="nvme", path=path)
         for config in ({"stage": 2}, {"stage": 3, "host_copy": "off"}, {"stage": 3, "offload": every}):
             assert llama_losses(True, **config) == wanted, config
-
-
-CASES = {function.__name__: function for function in (tiles_come_and_go, sequences_in_tiles)}

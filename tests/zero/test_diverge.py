@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from reads_cases import MODES
+from ranks import on_ranks
+from tiny import MODES
 from torch import Tensor, nn
 
 
@@ -89,6 +90,8 @@ def _average(model: nn.Module) -> None:
         dist.all_reduce(p.grad)
 
 
-CASES: dict[str, Any] = {
-    f"{order}, {mode}": (lambda order=order, mode=mode: run(order, mode)) for order in ORDERS for mode in MODES
-}
+@on_ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_that_run_other_modules(order: str, mode: str) -> None:
+    run(order, mode)

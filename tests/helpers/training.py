@@ -17,8 +17,10 @@ import torch.distributed as dist
 import zeropp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from zeropp.zero.engine import engine_of
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
 
 CONTEXT = 16
@@ -35,6 +37,16 @@ STAGES: dict[str, dict[str, Any]] = {
 def gpt(width: int = 48, layers: int = 2, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return GPT(GPTConfig(layers=layers, heads=4, width=width, context=CONTEXT)).to(dtype)
+
+
+def checkpointed(model: Any, reentrant: bool) -> None:
+    """Every block keeps its input only."""
+
+    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: checkpoint(plain, x, use_reentrant=reentrant)
+
+    for block in model.blocks:
+        block.forward = around(block.forward)
 
 
 def batch(step: int, micro: int = 0, rows: int = 2) -> tuple[Tensor, Tensor]:
@@ -203,3 +215,17 @@ def every_stage(
         first = first or got
     assert first is not None
     return {"first": first.losses[0], "last": first.losses[-1]}
+
+
+def master_values(model: nn.Module) -> dict[str, Tensor]:
+    """Whole fp32 masters by name, put together from every rank's shard."""
+    engine, found = engine_of(model), {}
+    for unit in engine.units:
+        whole = unit.master
+        if not engine.local:
+            parts = [torch.empty_like(unit.master) for _ in range(engine.ranks)]
+            dist.all_gather(parts, unit.master)
+            whole = torch.cat(parts)
+        for names, _, offset, numel, shape in unit.params:
+            found[names[0]] = whole[offset : offset + numel].view(shape).clone()
+    return found

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that the ranks of a group hold alike, shared out: the bits of holding them whole, at 1/n of the bytes. A case
-runs on two ranks."""
+"""Activations that the ranks of a group hold alike, shared out: the bits of holding them whole, at 1/n of the bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from state_cases import scratch
+from disk import scratch
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from training import CONTEXT, gpt
+from training import CONTEXT, checkpointed, gpt
 from zeropp import Offload
 from zeropp.nn import Partition, partition_activations
 from zeropp.zero.engine import engine_of
@@ -33,8 +33,6 @@ def same_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def replicated(how: str) -> Any:
-    from activation_cases import checkpointed
-
     model = gpt(width=WIDTH, layers=LAYERS)
     if how != "plain":
         checkpointed(model, how == "reentrant")
@@ -52,7 +50,8 @@ def equal(got: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def equal_to_whole() -> None:
+@on_ranks(2)
+def test_equal_to_whole() -> None:
     """Both kinds of checkpointing and none, a group of its own, a graph that is kept, and two passes before a backward."""
     ranks, own = dist.get_world_size(), dist.new_group(list(range(dist.get_world_size())))
     for how in ("plain", "checkpoint", "reentrant"):
@@ -89,7 +88,8 @@ def equal_to_whole() -> None:
     dist.destroy_process_group(own)
 
 
-def counted() -> None:
+@on_ranks(2)
+def test_counted() -> None:
     """The inputs of checkpointed blocks are gone from memory after forward, but for 1/n; parameters stay where they are."""
     for how, shared in (("checkpoint", False), ("checkpoint", True), ("reentrant", True)):
         model = replicated(how)
@@ -160,7 +160,8 @@ class _Summed(torch.autograd.Function):
         return grad
 
 
-def sliced_tensors() -> None:
+@on_ranks(2)
+def test_sliced_tensors() -> None:
     """Values inside a layer differ between ranks, its input does not: checkpointed layers partition their inputs. Without
     checkpoints every rank says what differs, and `keep` names it."""
     layers = [Sliced() for _ in range(LAYERS)]
@@ -196,7 +197,8 @@ def sliced_tensors() -> None:
     equal(found(), wanted)
 
 
-def different_orders() -> None:
+@on_ranks(2)
+def test_different_orders() -> None:
     """Ranks that run their backwards in different orders all raise, and no gradient is a mixture."""
     model = replicated("checkpoint")
     passes = []
@@ -211,8 +213,9 @@ def different_orders() -> None:
         model(*same_batch(0)).backward()
 
 
-def ctrl_c_is_not_lost() -> None:
-    """No Python code of ours runs where a part is freed, as in activation_cases; a gather that is not needed any more ends."""
+@on_ranks(2)
+def test_ctrl_c_is_not_lost() -> None:
+    """No Python code of ours runs where a part is freed, as in test_activations.py; a gather that is not needed any more ends."""
     weights = [torch.ones(1, requires_grad=True) for _ in range(4)]
     with partition_activations(min_bytes=1) as part:
         y = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -249,7 +252,8 @@ def ctrl_c_is_not_lost() -> None:
     dist.barrier()
 
 
-def beside_the_disk() -> None:
+@on_ranks(2)
+def test_beside_the_disk() -> None:
     """With Offload(activations="nvme") each rank writes its part; the context may be opened around the model or in it."""
 
     class Inside(nn.Module):
@@ -306,9 +310,3 @@ def beside_the_disk() -> None:
                 last = parts[-1]
                 assert last.whole_bytes >= LAYERS * INPUT_BYTES
                 assert whole - last.whole_bytes + last.kept_bytes == file_bytes, (config, shared)
-
-
-CASES = {
-    f"shared_{one.__name__}": one
-    for one in (equal_to_whole, counted, sliced_tensors, different_orders, ctrl_c_is_not_lost, beside_the_disk)
-}

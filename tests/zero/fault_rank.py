@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zeropp
-from reads_cases import MODES, Tiny, vector
+from tiny import MODES, Tiny, vector
 from zeropp.zero.engine import engine_of
 
 AT_STEP = 3

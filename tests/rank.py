@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a launch: `rank.py TESTS ANSWERS` runs the bodies of the tests in TESTS (ranks.py) and appends a JSON line to ANSWERS when
+a test begins, and another when it ended."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import importlib.util
+import inspect
+import json
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def load(path: Path) -> ModuleType:
+    """Return the module of a test file, with the folder's helpers on the path as its conftest.py puts them there."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(test: dict[str, Any], module: ModuleType, answers: TextIO) -> bool:
+    """Run one test. False if it failed: what it leaves behind would be seen by the next one."""
+
+    def answer(**found: Any) -> None:
+        answers.write(json.dumps({"id": test["id"], **found}) + "\n")
+
+    answer(begun=True)
+    faulthandler.dump_traceback_later(test["seconds"], exit=True)
+    started = time.monotonic()
+    skipped: dict[str, str] = {}
+    try:
+        inspect.unwrap(getattr(module, test["function"]))(**test["params"])
+    except pytest.skip.Exception as reason:
+        skipped["skipped"] = str(reason)
+    except BaseException:
+        answer(error=traceback.format_exc())
+        return False
+    answer(seconds=round(time.monotonic() - started, 2), **skipped)
+    return True
+
+
+def main(order: Path, answers: Path) -> int:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    wanted = json.loads(order.read_text())
+    module = load(Path(wanted["file"]))
+    dist.init_process_group(wanted["backend"], timeout=datetime.timedelta(seconds=60))
+    with answers.open("a", buffering=1) as out:
+        for test in wanted["tests"]:
+            if not run(test, module, out):
+                return 1
+            dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))
