@@ -4,7 +4,11 @@ share it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+import torch.distributed as dist
 import zeropp
 from torch import nn
 from zeropp import Config, prepare
@@ -78,3 +82,14 @@ def train(model, optimizer, scheduler, start: int, stop: int) -> list[float]:
         scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+@contextlib.contextmanager
+def group(ranks: int) -> Iterator[None]:
+    """Make the process group of a job, where it has several ranks."""
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("zeropp")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

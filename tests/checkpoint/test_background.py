@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,22 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import zeropp
+from checkpoint import crash
+from checkpoint.models import make, train
 from zeropp.checkpoint import background
 from zeropp.errors import TierError
 from zeropp.files import disk as files
 
 HERE = Path(__file__).parent
-
-
-def load_module(name: str):
-    spec = importlib.util.spec_from_file_location(f"checkpoint_{name}", HERE / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-models, crash = load_module("models"), load_module("crash")
-make, train = models.make, models.train
 
 
 @pytest.fixture

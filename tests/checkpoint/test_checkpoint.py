@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -13,13 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import zeropp
+from checkpoint.models import Model, make, train
 from zeropp.errors import CheckpointError, ConfigError, TierError
 from zeropp.files import folder_writer
-
-_spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).with_name("models.py"))
-models = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(models)
-make, train = models.make, models.train
 
 
 def names_in(folder: Path) -> list[str]:
@@ -297,7 +292,7 @@ def test_another_model_is_refused(saved):
             r"'norm.weight' has shape \[12\] there, \[13\] in the model",
         ),
     ):
-        model = models.Model()
+        model = Model()
         change(model)
         model, _ = zeropp.prepare(model)
         with pytest.raises(CheckpointError, match=says):
@@ -311,7 +306,7 @@ def test_another_model_is_refused(saved):
 def test_full_state_dict_is_that_of_the_plain_model():
     model, _, _ = make()
     torch.manual_seed(0)
-    plain = models.Model()
+    plain = Model()
     ours = zeropp.full_state_dict(model)
     assert list(ours) == list(plain.state_dict()) and same(ours, plain.state_dict())
     assert ours["head.weight"] is ours["tokens.weight"]
@@ -322,7 +317,7 @@ def test_full_state_dict_is_that_of_the_plain_model():
 
 def test_load_full_state_dict_from_mapping_file_and_folder(tmp_path):
     torch.manual_seed(5)
-    plain = models.Model()
+    plain = Model()
     plain.seen += 7
     source, _, _ = make()
     zeropp.load_full_state_dict(source, plain.state_dict())
@@ -340,7 +335,7 @@ def test_load_full_state_dict_from_mapping_file_and_folder(tmp_path):
 def test_load_full_state_dict_from_files_of_torch(tmp_path):
     """pytorch_model.bin, whole and in shards with an index, mapped; safetensors go first where there are both."""
     torch.manual_seed(5)
-    plain = models.Model().state_dict()
+    plain = Model().state_dict()
     (tmp_path / "one").mkdir()
     torch.save(plain, tmp_path / "one" / "pytorch_model.bin")
     halves = dict(list(plain.items())[:3]), dict(list(plain.items())[3:])

@@ -5,34 +5,21 @@ loadable stays loadable, and nothing mixed or half is ever loaded. torch's own c
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import random
 import shutil
 import signal
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import zeropp
+from checkpoint import crash
+from checkpoint.models import make, train
 from zeropp.errors import CheckpointError, TierError
 from zeropp.files import disk as files
 from zeropp.files import folder_writer, safefile
-
-HERE = Path(__file__).parent
-
-
-def load_module(name: str):
-    spec = importlib.util.spec_from_file_location(f"checkpoint_{name}", HERE / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-models, crash = load_module("models"), load_module("crash")
-make, train = models.make, models.train
 
 
 def same(first, second) -> bool:

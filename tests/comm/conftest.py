@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put launch.py beside this file on the path."""
+"""Put the modules beside this file on the path."""
 
 import sys
 from pathlib import Path
