@@ -33,6 +33,11 @@ def names_in(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
 
+def write_tensors(path, tensors, metadata):
+    pieces = [safefile.piece_of(name, tensor) for name, tensor in tensors.items()]
+    return safefile.write_pieces(path, pieces, metadata)
+
+
 def random_tensor(shape, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2, shape, generator=generator).to(dtype) * 3
@@ -47,7 +52,7 @@ def random_tensor(shape, dtype, seed):
 def test_the_safetensors_library_reads_what_is_written(tmp_path_factory, shapes, dtype, seed):
     path = tmp_path_factory.mktemp("files") / "a.safetensors"
     tensors = {f"layer.{i}": random_tensor(shape, dtype, seed + i) for i, shape in enumerate(shapes)}
-    entry = safefile.write_tensors(path, tensors, {"format": "pt"})
+    entry = write_tensors(path, tensors, {"format": "pt"})
     with safe_open(str(path), "pt") as file:
         assert set(file.keys()) == set(tensors)
         for name, tensor in tensors.items():
@@ -60,7 +65,7 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path_factory, shapes,
 
 def test_every_flipped_bit_is_found_and_its_block_named(tmp_path):
     path = tmp_path / "a.safetensors"
-    entry = safefile.write_tensors(path, {"w": torch.arange(100)}, {})
+    entry = write_tensors(path, {"w": torch.arange(100)}, {})
     good = path.read_bytes()
     for offset in range(len(good)):
         bad = bytearray(good)
@@ -75,7 +80,7 @@ def test_every_flipped_bit_is_found_and_its_block_named(tmp_path):
 @pytest.mark.parametrize("change", [-1, -100, 1, 64])
 def test_a_file_of_another_length_is_found(tmp_path, change):
     path = tmp_path / "a.safetensors"
-    entry = safefile.write_tensors(path, {"w": torch.arange(100)}, {})
+    entry = write_tensors(path, {"w": torch.arange(100)}, {})
     data = path.read_bytes()
     path.write_bytes(data[:change] if change < 0 else data + bytes(change))
     with pytest.raises(CheckpointError, match=f"damaged from offset {min(len(data), len(data) + change)} on"):
@@ -91,7 +96,7 @@ def test_no_space_left_is_a_tier_error_with_path_and_bytes():
     with pytest.raises(
         TierError, match=r"/dev/full: cannot be written: No space left on device \(\d+ bytes wanted"
     ) as caught:
-        safefile.write_tensors(Path("/dev/full"), {"w": torch.zeros(10000)}, {})
+        write_tensors(Path("/dev/full"), {"w": torch.zeros(10000)}, {})
     assert (
         caught.value.path == "/dev/full" and caught.value.bytes_wanted >= 40000 and caught.value.bytes_free is not None
     )
@@ -154,7 +159,7 @@ def test_several_threads_may_find_together_that_a_direct_write_is_refused(tmp_pa
 
 def test_a_dtype_that_is_not_saved_says_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"'w': tensors of torch\.complex128 are not saved yet"):
-        safefile.write_tensors(tmp_path / "a", {"w": torch.zeros(1, dtype=torch.complex128)}, {})
+        write_tensors(tmp_path / "a", {"w": torch.zeros(1, dtype=torch.complex128)}, {})
 
 
 def test_a_folder_takes_the_place_of_another_in_one_step(tmp_path):

@@ -336,7 +336,8 @@ def _plusplus(rank: int) -> dict[str, Any]:
     """Steps in 8 and 4 bits, with a read between forward and backward: losses, bytes of the last step, and what they should be."""
     import torch
     import zeropp
-    from zeropp.zero.engine import SHARD, engine_of
+    from zeropp.zero.engine import engine_of
+    from zeropp.zero.model_state import SHARD
 
     answer: dict[str, Any] = {}
     formats = {"exact": ("exact", "exact", 0), "quantised": ("int8", "int4", 0), "kept": ("int8", "int4", "host")}

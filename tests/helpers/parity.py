@@ -167,7 +167,8 @@ def same_values(what: str, ours: dict[str, Tensor], wanted: dict[str, Tensor], b
 
 
 def left_full(model: nn.Module) -> list[str]:
-    from zeropp.zero.engine import SHARD, engine_of
+    from zeropp.zero.engine import engine_of
+    from zeropp.zero.model_state import SHARD
 
     return [u.name for u in engine_of(model).units if u.place == SHARD and u.core.full]
 

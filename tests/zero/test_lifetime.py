@@ -182,7 +182,8 @@ def prepared(mode: str) -> tuple[Tiny, Any, Tiny]:
 
 def evaluation(mode: str) -> None:
     """eval, no_grad, inference_mode, before, between and after steps: the values of a plain model, and nothing left whole."""
-    from zeropp.zero.engine import SHARD, engine_of
+    from zeropp.zero.engine import engine_of
+    from zeropp.zero.model_state import SHARD
 
     model, optimizer, plain = prepared(mode)
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)

@@ -15,7 +15,8 @@ from ranks import on_ranks
 from torch import Tensor
 from training import Recipe, batch, gpt, ours, same
 from zeropp import Comm
-from zeropp.zero.engine import SHARD, Engine, engine_of
+from zeropp.zero.engine import Engine, engine_of
+from zeropp.zero.model_state import SHARD
 
 BLOCK = 64
 LR = 3e-3

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,16 +15,17 @@ import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from zeropp.checkpoint.sources import Source, opened
+from zeropp.checkpoint.sources import FILE_BYTES, Source, opened, plan_files, write_file, write_index
 from zeropp.comm.collective import Ranks
 from zeropp.errors import CheckpointError
-from zeropp.files import disk, safefile
+from zeropp.files import disk
+from zeropp.files.safefile import piece_of
 from zeropp.wording import are, counted
 from zeropp.zero.access import gathered
-from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
+from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.buffers import loose_in, loose_tensors
+from zeropp.zero.model_state import WHOLE, Entry, Unit
 
-FILE_BYTES = 2 << 30
 BUCKET_BYTES = 64 << 20
 EXTRA_STATE = "_extra_state"  # torch's own key
 
@@ -282,35 +282,21 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
     target = Path(folder)
     sizes = [(e.names[0], e.numel * u.dtype.itemsize) for u in engine.units for e in u.params]
     sizes += [(name, buffer.nbytes) for name, buffer in loose_tensors(model)]
-    plan = _split(sizes, file_bytes)
-    names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
-    if len(plan) == 1:
-        names = ["model.safetensors"]
+    plan = plan_files(sizes, file_bytes)
     ranks.only_rank_0(lambda: _make_folder(target))
     stream = named_full_tensors(model)
-    for file_name, members in zip(names, plan, strict=True):
-        tensors = {}
+    for file_name, members in plan.items():
+        pieces = []
         for _ in members:
             name, tensor = next(stream)
             if ranks.rank == 0:
-                tensors[name] = tensor
-        ranks.only_rank_0(functools.partial(_write_file, target / file_name, tensors))
-        del tensors
+                pieces.append(piece_of(name, tensor))
+        ranks.only_rank_0(functools.partial(write_file, target / file_name, pieces))
+        del pieces
     for _ in stream:
         raise AssertionError("the plan covers every tensor")
-    ranks.only_rank_0(lambda: _finish_export(model, target, names, plan, sum(size for _, size in sizes)))
-
-
-def _split(sizes: list[tuple[str, int]], file_bytes: int) -> list[list[str]]:
-    plan: list[list[str]] = [[]]
-    held = 0
-    for name, size in sizes:
-        if plan[-1] and held + size > file_bytes:
-            plan.append([])
-            held = 0
-        plan[-1].append(name)
-        held += size
-    return plan
+    ranks.only_rank_0(lambda: write_index(target, plan, sum(size for _, size in sizes)))
+    ranks.only_rank_0(lambda: _save_config(model, target))
 
 
 def _make_folder(folder: Path) -> None:
@@ -318,20 +304,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Under another name first: a reader never sees half a file."""
-    new = path.with_name(path.name + ".new")
-    safefile.write_tensors(new, tensors, {"format": "pt"})
-    with disk.storage_errors(path, 0):
-        disk.disk.rename(new, path)
-        disk.disk.sync_folder(path.parent)
-
-
-def _finish_export(model: nn.Module, folder: Path, names: list[str], plan: list[list[str]], total_bytes: int) -> None:
-    if len(names) > 1:
-        weight_map = {name: file for file, members in zip(names, plan, strict=True) for name in members}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        disk.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+def _save_config(model: nn.Module, folder: Path) -> None:
     save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
     if save_config is not None:
         save_config(folder)

@@ -27,8 +27,9 @@ from zeropp.errors import CheckpointError, ConfigError
 from zeropp.files import safefile
 from zeropp.ops import moments_decode_, moments_scales
 from zeropp.wording import are, counted
-from zeropp.zero.engine import WHOLE, Engine, Entry, Unit, engine_of
+from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.buffers import loose_tensors
+from zeropp.zero.model_state import WHOLE, Entry, Unit
 from zeropp.zero.unfreeze import was_trained
 
 
@@ -92,8 +93,7 @@ def load(
         if optimizer is not None:
             engine.unfreezing.unfreeze_trained(content["parameters"])
         with engine.write_shards(), torch.no_grad():
-            _, error = _try(copy)
-        ranks.all_do(lambda: _raise(error))
+            ranks.all_do(copy)
         if optimizer is not None:
             _restore_groups(optimizer, content["optimizer"]["groups"])
             engine.scaler.restore(content.get("scaler"))
@@ -378,15 +378,3 @@ def _restore_private(engine: Engine, content: Mapping[str, Any], parts: _Parts) 
     """Restore the tensors of one rank alone, where the number of ranks is that of the save."""
     same = content["ranks"] == engine.ranks and "private" in content
     engine.strategy.restore(parts.plain(engine.rank, content["private"][engine.rank]) if same else None)
-
-
-def _try(work: Any) -> tuple[Any, BaseException | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from zeropp.checkpoint.manifest import LATEST, MANIFEST, candidates, none_good, read_manifest, steps_in
+from zeropp.checkpoint.sources import FILE_BYTES, plan_files, write_file, write_index
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.files import disk as files
 from zeropp.files import safefile
 from zeropp.files.safefile import Piece
 
-FILE_BYTES = 2 << 30
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -139,33 +139,22 @@ def _export(folder: Path, target: Path, dtype: str | None, file_bytes: int) -> d
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(contextlib.closing(safefile.TensorFile(folder / n))) for n in content["files"]]
         pieces = [*_parameters(folder, content, sources, dtype), *_buffers(content, sources[0])]
-        plan = _split(pieces, file_bytes)
-        names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
-        if len(plan) == 1:
-            names = ["model.safetensors"]
+        plan = plan_files([(piece.name, piece.nbytes) for piece in pieces], file_bytes)
         with files.storage_errors(target, 0):
             files.make_folders(target)
-        for name, members in zip(names, plan, strict=True):
-            new = target / f"{name}.new"
-            safefile.write_pieces(new, members, {"format": "pt"})
-            with files.storage_errors(target / name, 0):
-                files.disk.rename(new, target / name)
-                files.disk.sync_folder(target)
+        by_name = {piece.name: piece for piece in pieces}
+        for name, members in plan.items():
+            write_file(target / name, [by_name[member] for member in members])
     total = sum(piece.nbytes for piece in pieces)
-    if len(names) > 1:
-        weight_map = {piece.name: name for name, members in zip(names, plan, strict=True) for piece in members}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        files.write_text(target / "model.safetensors.index.json", json.dumps(index, indent=1))
-    return {"path": folder, "step": content["step"], "files": names, "tensors": len(pieces), "bytes": total}
+    write_index(target, plan, total)
+    return {"path": folder, "step": content["step"], "files": list(plan), "tensors": len(pieces), "bytes": total}
 
 
 def _parameters(
     folder: Path, content: Mapping[str, Any], sources: Sequence[safefile.TensorFile], dtype: str | None
 ) -> Iterator[Piece]:
     for name, one in content["parameters"].items():
-        numel = 2 if one.get("complex") else 1
-        for size in one["shape"]:
-            numel *= size
+        numel = math.prod(one["shape"], start=2 if one.get("complex") else 1)
         spans = sorted(((begin, end, rank) for rank, begin, end in one["pieces"].get("", [])), key=lambda span: span[0])
         at = 0
         for begin, end, _ in spans:
@@ -201,22 +190,7 @@ def _parts(source: safefile.TensorFile, name: str, elems: int) -> Iterator[torch
 def _buffers(content: Mapping[str, Any], source: safefile.TensorFile) -> Iterator[Piece]:
     for name in content.get("buffers", ()):
         shape = source.shape(name)
-        numel = 1
-        for size in shape:
-            numel *= size
-        yield Piece(name, source.dtype(name), shape, functools.partial(_parts, source, name, numel))
-
-
-def _split(pieces: Sequence[Piece], file_bytes: int) -> list[list[Piece]]:
-    plan: list[list[Piece]] = [[]]
-    held = 0
-    for piece in pieces:
-        if plan[-1] and held + piece.nbytes > file_bytes:
-            plan.append([])
-            held = 0
-        plan[-1].append(piece)
-        held += piece.nbytes
-    return plan
+        yield Piece(name, source.dtype(name), shape, functools.partial(_parts, source, name, math.prod(shape)))
 
 
 __all__ = ["Finding", "export", "verify"]

@@ -46,8 +46,9 @@ from zeropp.files import disk as files
 from zeropp.files import folder_writer, safefile
 from zeropp.files.disk import replace_folder, storage_errors, write_text
 from zeropp.files.safefile import Piece, piece_of
-from zeropp.zero.engine import Engine, Unit, engine_of
+from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.buffers import loose_tensors
+from zeropp.zero.model_state import Unit
 from zeropp.zero.step import moments
 from zeropp.zero.step.custom import kind_of
 

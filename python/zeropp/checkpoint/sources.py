@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tensors by name, from a mapping, from safetensors, or from ``pytorch_model.bin`` files: each rank reads
-its own part of a tensor.
+"""Files of whole tensors, as other programs have them: read from safetensors, ``pytorch_model.bin`` or a mapping, each rank its own
+part of a tensor; and written as safetensors in the Hugging Face layout.
 
 Files are mapped, so that what is not asked for is not read, and ranks of one host share what the kernel keeps of them.
 """
@@ -13,7 +13,7 @@ import math
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zeropp.errors import CheckpointError
+from zeropp.files import disk
+from zeropp.files.disk import storage_errors
+from zeropp.files.safefile import Piece, write_pieces
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+FILE_BYTES = 2 << 30
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -159,3 +163,42 @@ def _open(path: Path, stack: contextlib.ExitStack) -> Source:
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}; a state dict (name: tensor) is wanted")
     return _Mapped(values)
+
+
+# -- files for other programs ------------------------------------------------------------------------------------------
+
+
+def plan_files(sizes: Iterable[tuple[str, int]], file_bytes: int) -> dict[str, list[str]]:
+    """Return the tensors of each file, by its name in the Hugging Face layout: in order, up to ``file_bytes`` or one tensor a file.
+
+    Args:
+        sizes: (name, bytes) of each tensor.
+    """
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes:
+        if groups[-1] and held + size > file_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write_file(path: Path, pieces: Sequence[Piece]) -> None:
+    """Write a file under another name first: a reader never sees half of it."""
+    new = path.with_name(path.name + ".new")
+    write_pieces(new, pieces, {"format": "pt"})
+    with storage_errors(path, 0):
+        disk.disk.rename(new, path)
+        disk.disk.sync_folder(path.parent)
+
+
+def write_index(folder: Path, plan: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+    """Write the index that says which file has a tensor, where there are several."""
+    if len(plan) > 1:
+        weight_map = {name: file for file, members in plan.items() for name in members}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        disk.write_text(folder / INDEXES[0], json.dumps(index, indent=1))

@@ -18,8 +18,9 @@ from torch import nn
 from zeropp.checkpoint.full_state import write_piece
 from zeropp.comm.collective import Ranks
 from zeropp.errors import ConfigError, Error
-from zeropp.zero.engine import WHOLE, Engine, Entry, Unit
+from zeropp.zero.engine import Engine
 from zeropp.zero.model.parameter import Ref, ref_of
+from zeropp.zero.model_state import WHOLE, Entry, Unit
 from zeropp.zero.step import moments
 
 __all__ = ["get_full", "get_local", "local_range", "set_full", "set_local"]

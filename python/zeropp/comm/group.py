@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import logging
 import math
 import threading
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from zeropp import _C
 from zeropp.comm.rendezvous import PatientStore, rendezvous
+from zeropp.errors import Error
 
 _log = logging.getLogger("zeropp")
 
@@ -44,6 +46,15 @@ def dtype_code(dtype: torch.dtype) -> int:
     if code is None:
         raise ValueError(f"comm: {dtype} is not a dtype that reductions know yet: {', '.join(_C.COMM_DTYPES)}")
     return code
+
+
+def rows_of(tensor: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (address, bytes) of parts of a contiguous tensor, of so many rows of its first dimension each."""
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    ends = itertools.accumulate(counts, initial=0)
+    return [
+        (tensor.data_ptr() + first * row_bytes, count * row_bytes) for first, count in zip(ends, counts, strict=False)
+    ]
 
 
 def create(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> Any:
@@ -121,8 +132,6 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
         zeropp.Error: torch.distributed does not run.
     """
     if not dist.is_initialized():
-        from zeropp.errors import Error
-
         raise Error(
             "comm: torch.distributed does not run; call torch.distributed.init_process_group first (torchrun sets it up)"
         )
@@ -396,12 +405,7 @@ class Communicator:
                 f"comm: all_to_all: {what} of {have} rows for {self.ranks} ranks cannot be parted as {list(rows)}; wanted one count a rank, "
                 f"{have} in all"
             )
-        row_bytes = tensor.numel() * tensor.element_size() // max(have, 1)
-        pieces, at = [], tensor.data_ptr()
-        for count in rows:
-            pieces.append((at, count * row_bytes))
-            at += count * row_bytes
-        return pieces
+        return rows_of(tensor, rows)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

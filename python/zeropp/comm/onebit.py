@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zeropp import _C
+from zeropp.comm.group import communicator, dtype_code
 from zeropp.ops import OneBit, onebit_decode_
 
 __all__ = ["OneBitAllReduce"]
@@ -35,8 +36,6 @@ class OneBitAllReduce:
 
     def __init__(self, elems: int, *, chunk_elems: int = 4096, group: Any = None) -> None:
         if not isinstance(group, _C.Comm):
-            from zeropp.comm.group import communicator
-
             group = communicator(group)
         self._comm: Any = group
         self.elems, self.chunk_elems = elems, chunk_elems
@@ -75,8 +74,6 @@ class OneBitAllReduce:
         self._check(tensor, "reduce")
         if tensor.numel() != self.elems:
             raise ValueError(f"comm: reduce of {tensor.numel()} elements, wanted {self.elems}")
-        from zeropp.comm.group import dtype_code
-
         self._comm.onebit_all_reduce(
             self.elems, self.chunk_elems, tensor.data_ptr(), dtype_code(tensor.dtype), self.worker_error.data_ptr(),
             self.server_error.data_ptr(), self._scratch.data_ptr(), self._result.data_ptr(), gather,

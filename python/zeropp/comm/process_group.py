@@ -15,7 +15,6 @@ both stand here.
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -30,23 +29,14 @@ from torch._C._distributed_c10d import Work as _Work
 from zeropp import _C
 from zeropp.comm import sparse
 from zeropp.comm.cuda import GpuGroup
-from zeropp.comm.group import BYTES, DTYPE_CODES, OP_CODES, close, create, dtype_code
+from zeropp.comm.group import BYTES, DTYPE_CODES, OP_CODES, close, create, dtype_code, rows_of
 from zeropp.wording import counted
 
 __all__ = ["ProcessGroup"]
 
 _COLL = _C.COMM_COLLECTIVES
-_OPS = {
-    ReduceOp.SUM: OP_CODES["sum"],
-    ReduceOp.AVG: OP_CODES["avg"],
-    ReduceOp.PRODUCT: OP_CODES["product"],
-    ReduceOp.MIN: OP_CODES["min"],
-    ReduceOp.MAX: OP_CODES["max"],
-    ReduceOp.BAND: OP_CODES["band"],
-    ReduceOp.BOR: OP_CODES["bor"],
-    ReduceOp.BXOR: OP_CODES["bxor"],
-}
-_OP_OF_HASH = {hash(op): code for op, code in _OPS.items()}  # torch hashes an operation to its number
+# torch hashes an operation to its number.
+_OP_OF_HASH = {hash(getattr(ReduceOp, name.upper())): code for name, code in OP_CODES.items()}
 _PREMUL_SUM = -1  # scaled by this rank's factor, then summed: the core never sees it
 _OP_OF_HASH[hash(ReduceOp.PREMUL_SUM)] = _PREMUL_SUM
 _NO_TIMEOUT = timedelta(0)
@@ -239,6 +229,15 @@ def _pieces_at_hand(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, i
     return pieces
 
 
+def _contiguous(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [None if tensor is None else _check(tensor).contiguous() for tensor in tensors]
+
+
+def _pieces(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """Return (address, bytes) of contiguous tensors, (0, 0) of None."""
+    return [_NOTHING if tensor is None else (tensor.data_ptr(), _bytes(tensor)) for tensor in tensors]
+
+
 def _only(what: str, tensors: Tensors | torch.Tensor) -> torch.Tensor:
     """The tensor of a call that takes one. Several once were one a GPU of a process, which nothing sensible can be done with."""
     if isinstance(tensors, torch.Tensor):
@@ -306,11 +305,7 @@ class ProcessGroup(_ProcessGroup):
     def getBackendName(self) -> str:
         return "zeropp"
 
-    def name(self) -> str:
-        return "zeropp"
-
-    def _get_backend_name(self) -> str:
-        return "zeropp"
+    name = _get_backend_name = getBackendName
 
     def getGroupName(self) -> str:
         return self._name
@@ -595,45 +590,40 @@ class ProcessGroup(_ProcessGroup):
             if there is not None and here is not None:
                 self.comm.exchange(_COLL[coll], dtype, root, there, here)
                 return self._done
-        to = [None if dst is None else _check(dst).contiguous() for dst in dsts]
-        at = [None if src is None else _check(src).contiguous() for src in srcs]
+        to, at = _contiguous(dsts), _contiguous(srcs)
         after = _copy_back(
             [(dst, copy) for dst, copy in zip(dsts, to, strict=True) if dst is not None and copy is not None]
         )
-        pieces_to = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in to]
-        pieces_at = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in at]
         engine = self._engine(*to, *at)
         if _blocking(opts) and engine is self.comm:
-            self.comm.exchange(_COLL[coll], dtype, root, pieces_to, pieces_at)
+            self.comm.exchange(_COLL[coll], dtype, root, _pieces(to), _pieces(at))
             return self._finished(after)
-        work = engine.submit_exchange(_COLL[coll], dtype, root, pieces_to, pieces_at, (to, at))
+        work = engine.submit_exchange(_COLL[coll], dtype, root, _pieces(to), _pieces(at), (to, at))
         return self._handed_out(work, opts, [dst for dst in dsts if dst is not None], after)
 
     def gather(self, outputs: Sequence[Tensors], sources: Tensors, opts: Any = None) -> _Work:
-        root = _root(opts)
-        source = sources[0]
-        srcs: list[torch.Tensor | None] = [None] * self._size
-        dsts: list[torch.Tensor | None] = [None] * self._size
-        srcs[root] = source
-        if root == self._me:
-            if len(outputs) != 1 or len(outputs[0]) != self._size:
-                raise ValueError(f"zeropp: gather on the root wants one list of {self._size} tensors, one a rank")
-            _same_sizes("gather", outputs[0], source)
-            dsts = list(outputs[0])
-        return self._exchange("gather", opts, root, dsts, srcs, _moved(source)[0])
+        root, source = _root(opts), sources[0]
+        dsts = self._one_a_rank("gather", root, outputs, source)
+        return self._exchange("gather", opts, root, dsts, self._only_for(root, source), _moved(source)[0])
 
     def scatter(self, outputs: Tensors, sources: Sequence[Tensors], opts: Any = None) -> _Work:
-        root = _root(opts)
-        output = outputs[0]
-        srcs: list[torch.Tensor | None] = [None] * self._size
-        dsts: list[torch.Tensor | None] = [None] * self._size
-        dsts[root] = output
-        if root == self._me:
-            if len(sources) != 1 or len(sources[0]) != self._size:
-                raise ValueError(f"zeropp: scatter on the root wants one list of {self._size} tensors, one a rank")
-            _same_sizes("scatter", sources[0], output)
-            srcs = list(sources[0])
-        return self._exchange("scatter", opts, root, dsts, srcs, _moved(output)[0])
+        root, output = _root(opts), outputs[0]
+        srcs = self._one_a_rank("scatter", root, sources, output)
+        return self._exchange("scatter", opts, root, self._only_for(root, output), srcs, _moved(output)[0])
+
+    def _one_a_rank(
+        self, what: str, root: int, lists: Sequence[Tensors], like: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the root's tensors for all ranks; on other ranks nothing."""
+        if root != self._me:
+            return [None] * self._size
+        if len(lists) != 1 or len(lists[0]) != self._size:
+            raise ValueError(f"zeropp: {what} on the root wants one list of {self._size} tensors, one a rank")
+        _same_sizes(what, lists[0], like)
+        return lists[0]
+
+    def _only_for(self, root: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+        return [tensor if rank == root else None for rank in range(self._size)]
 
     def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
         if len(outputs) != self._size or len(sources) != self._size:
@@ -677,12 +667,7 @@ class ProcessGroup(_ProcessGroup):
             raise ValueError(
                 f"zeropp: all_to_all: {what} split sizes {list(splits)} are for {sum(splits)} rows and {len(splits)} ranks, wanted {rows} and {self._size}"
             )
-        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-        pieces, at = [], tensor.data_ptr()
-        for split in splits:
-            pieces.append((at, split * row_bytes))
-            at += split * row_bytes
-        return pieces
+        return rows_of(tensor, splits)
 
     # -- point to point ----------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Rendezvous:
             if waited > self.timeout_s:
                 raise CommTimeoutError(
                     f'comm: rank {self.rank} of group "{self.name}" waited {seconds(waited)}, its time-out, for {self._absent()}',
-                    rank=self.guilty,
+                    rank=self.failed_rank,
                 )
             self.reminder.tell(self._absent)
             time.sleep(min(LONGEST_PAUSE_S, max(0.0005, waited / 20)))
@@ -168,26 +168,32 @@ class Rendezvous:
         if self.store.check(["zeropp/host"]):
             self.host = self.store.get("zeropp/host").decode()
 
-    guilty: int | None = None
+    failed_rank: int | None = None
     """The first of those that :meth:`_absent` named."""
 
     def _absent(self) -> str:
         """Who is missing, of how many, and where to look."""
         if self.rank == 0 and not self.missing:
-            assert self.announced is not None
-            late = [r for r in range(1, self.ranks) if not self.store.check([f"{self.announced[0]}/seen/{r}"])]
-            self.guilty = late[0] if late else None
-            return f"{ranks_named(late)} of {self.ranks} ranks, which said hello and went away; look at {logs(late)}"
-        if self.rank == 0:
-            missing = list(self.missing)
-        elif self.seen:
+            return self._absent_after_all_came()
+        if self.rank and self.seen:
             return f"the others of {self.ranks} ranks, whom rank 0 still waits for; look at rank 0's log"
-        else:  # rank 0 announces all when all have said hello; who said none is missing, and if nobody is, rank 0 is
-            missing = [] if self.host else [0]
-            missing += [r for r in range(1, self.ranks) if r != self.rank and not self._nonce_of(r)]
-            missing = missing or [0]
-        self.guilty = missing[0]
+        missing = self._missing_here() if self.rank else list(self.missing)
+        self.failed_rank = missing[0]
         return f"{ranks_named(missing)} of {self.ranks} ranks; did every rank start? {_hint(missing, self.ranks)}"
+
+    def _absent_after_all_came(self) -> str:
+        """Name, on rank 0, the ranks that wrote their nonces and did not read the announcement."""
+        assert self.announced is not None
+        late = [r for r in range(1, self.ranks) if not self.store.check([f"{self.announced[0]}/seen/{r}"])]
+        self.failed_rank = late[0] if late else None
+        return f"{ranks_named(late)} of {self.ranks} ranks, which said hello and went away; look at {logs(late)}"
+
+    def _missing_here(self) -> list[int]:
+        """Return the ranks without a nonce, on another rank than 0. Rank 0 announces all when all have one; so it is missing itself
+        if no other rank is."""
+        missing = [] if self.host else [0]
+        missing += [r for r in range(1, self.ranks) if r != self.rank and not self._nonce_of(r)]
+        return missing or [0]
 
 
 def logs(ranks: list[int]) -> str:

@@ -32,8 +32,9 @@ from zeropp.errors import ConfigError, Error
 from zeropp.wording import what_it_is
 from zeropp.zero.access import no_sync
 from zeropp.zero.engine import engine_of
+from zeropp.zero.model.forward import cast_inputs
 from zeropp.zero.model.units import plan_units
-from zeropp.zero.prepare import _cast_inputs, attach, is_prepared, prepare
+from zeropp.zero.prepare import attach, is_prepared, prepare
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """One loss may be of several models: each engine learns which backwards were divided for it."""
@@ -226,7 +227,7 @@ class Engine(Saving):
             for plan in plan_units(self.module, settings.units, low):
                 for parameter in plan.params:
                     parameter.data = parameter.data.to(plan.dtype)
-            cast = functools.partial(_cast_inputs, low)
+            cast = functools.partial(cast_inputs, low)
             self.module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
         if self.world_size > 1:
             for one in (*self.module.parameters(), *self.module.buffers()):

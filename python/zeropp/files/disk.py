@@ -228,17 +228,21 @@ def storage_errors(path: Path, wanted_bytes: int) -> Iterator[None]:
     except TierError:
         raise
     except OSError as error:
-        free = None
-        with contextlib.suppress(OSError):
-            existing = next(folder for folder in (path, *path.parents) if folder.exists())
-            free = shutil.disk_usage(existing).free
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        known = [f"{wanted_bytes} bytes wanted"] if wanted_bytes else []
-        if free is not None and (wanted_bytes or full):
-            known.append(f"{free} free" if wanted_bytes else f"{free} bytes free")
-        known_text = f" ({', '.join(known)})" if known else ""
-        raise TierError(
-            f"{path}: cannot be written: {error.strerror or error}{known_text}; "
-            + ("free some space, or choose another folder" if full else "choose a folder that can be written"),
-            path=str(path), bytes_wanted=wanted_bytes or None, bytes_free=free, errno=error.errno,
-        ) from error  # fmt: skip
+        raise _tier_error(path, wanted_bytes, error) from error
+
+
+def _tier_error(path: Path, wanted_bytes: int, error: OSError) -> TierError:
+    free = None
+    with contextlib.suppress(OSError):
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    known = [f"{wanted_bytes} bytes wanted"] if wanted_bytes else []
+    if free is not None and (wanted_bytes or full):
+        known.append(f"{free} free" if wanted_bytes else f"{free} bytes free")
+    sizes = f" ({', '.join(known)})" if known else ""
+    way_out = "free some space, or choose another folder" if full else "choose a folder that can be written"
+    return TierError(
+        f"{path}: cannot be written: {error.strerror or error}{sizes}; {way_out}",
+        path=str(path), bytes_wanted=wanted_bytes or None, bytes_free=free, errno=error.errno,
+    )  # fmt: skip

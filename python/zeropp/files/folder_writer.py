@@ -197,35 +197,54 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _acquire(folder: Path, job: str | None, ranks: tuple[int, ...]) -> Hold:
-    path, gone = folder / FILE, None
-    empty_until = time.monotonic() + RECORD_WAIT_S
+    attempts = _Attempts(folder)
     while True:
-        with storage_errors(path, 0):
-            descriptor, writable = _open(path)
+        with storage_errors(attempts.path, 0):
+            descriptor, writable = _open(attempts.path)
         try:
-            locked = _lock(descriptor)
-            found = _read(descriptor)
-            if not _has_name(descriptor, path):  # its holder has just released it
-                pass
-            elif locked is False and found is None and time.monotonic() < empty_until:
-                time.sleep(0.02)
-            elif _is_in_use(found, locked):
-                raise FolderTakenError(folder, found)
-            elif locked is False or not writable:
-                # A child that outlived the holder keeps the lock, or another user left the file: a new one takes its place.
-                with storage_errors(path, 0):
-                    path.unlink(missing_ok=True)
-            elif found is not None and found.place != _place() and found.hold != gone:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                if not _stands_still(path, found):
-                    raise FolderTakenError(folder, found)
-                gone = found.hold
-            else:
-                return _begin(path, descriptor, job, ranks)
+            if attempts.may_begin(descriptor, writable):
+                return _begin(attempts.path, descriptor, job, ranks)
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+class _Attempts:
+    """Attempts to become the writer of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.path = folder, folder / FILE
+        self._empty_until = time.monotonic() + RECORD_WAIT_S
+        self._gone: str | None = None
+        """The hold of another host whose record stands still."""
+
+    def may_begin(self, descriptor: int, writable: bool) -> bool:
+        """Return True if the open file is locked for this process, or needs no lock; False: open it again.
+
+        Raises:
+            FolderTakenError: another process is the writer.
+        """
+        locked, found = _lock(descriptor), _read(descriptor)
+        if not _has_name(descriptor, self.path):  # its holder has just released it
+            return False
+        if locked is False and found is None and time.monotonic() < self._empty_until:
+            time.sleep(0.02)
+            return False
+        if _is_in_use(found, locked):
+            raise FolderTakenError(self._folder, found)
+        if locked is False or not writable:
+            # A child that outlived the holder keeps the lock, or another user left the file: a new one takes its place.
+            with storage_errors(self.path, 0):
+                self.path.unlink(missing_ok=True)
+            return False
+        if found is None or found.place == _place() or found.hold == self._gone:
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        if not _stands_still(self.path, found):
+            raise FolderTakenError(self._folder, found)
+        self._gone = found.hold
+        return False
 
 
 def _begin(path: Path, descriptor: int, job: str | None, ranks: tuple[int, ...]) -> Hold:

@@ -79,11 +79,6 @@ Block = tuple[memoryview, int | None]
 """Bytes of a file, and their sum where it is known."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """:func:`write_pieces` of tensors that are in memory."""
-    return write_pieces(path, [piece_of(name, tensor) for name, tensor in tensors.items()], metadata)
-
-
 def write_pieces(
     path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str], spare: Path | None = None
 ) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import distributed
+
 from zeropp import _C
 from zeropp.errors import ConfigError
 
@@ -68,8 +70,6 @@ class trace:
 
 
 def _who() -> tuple[int, int]:
-    from torch import distributed
-
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1

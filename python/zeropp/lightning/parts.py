@@ -20,8 +20,9 @@ from zeropp.checkpoint.full_state import _extra_states, _keys
 from zeropp.config import Config
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.zero.engine import engine_of
+from zeropp.zero.model import buffers
 from zeropp.zero.model.buffers import persistent_buffers
-from zeropp.zero.prepare import _hand_over_buffers, attach, is_prepared
+from zeropp.zero.prepare import attach, is_prepared
 
 _PARTS = "_zeropp_parts"
 
@@ -53,7 +54,7 @@ def partition(module: nn.Module, optimizers: list[Any], config: Config) -> None:
         for part, optimizer in zip(there, [*optimizers, None], strict=False):
             zeropp.prepare(part, optimizer, config)
         module.__dict__[_PARTS] = there
-        _hand_over_buffers(module, engine_of(there[0]).comm)  # those that are in no part
+        buffers.hand_over(module, engine_of(there[0]).comm)  # those that are in no part
         return
     for optimizer in optimizers:
         if getattr(optimizer, "_engine", None) is None:

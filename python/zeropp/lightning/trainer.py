@@ -22,8 +22,8 @@ from zeropp.lightning.common import (
 )
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
+from zeropp.zero.model.forward import cast_inputs
 from zeropp.zero.model.init import construction
-from zeropp.zero.prepare import _cast
 from zeropp.zero.step.optimizer import ZeroOptimizer, scaled_for
 
 _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")  # they read every parameter, every step
@@ -100,7 +100,8 @@ def make_strategy(package: str) -> Any:
             with self.precision_plugin.train_step_context():
                 if module.automatic_optimization:
                     return self._forward_redirection(module, module, "training_step", *args, **kwargs)
-                return module.training_step(*_cast(args, self._low), **_cast(kwargs, self._low))
+                args, kwargs = cast_inputs(self._low, module, args, kwargs)
+                return module.training_step(*args, **kwargs)
 
         def validation_step(self, *args: Any, **kwargs: Any) -> Any:
             with self.precision_plugin.val_step_context():

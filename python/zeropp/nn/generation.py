@@ -18,7 +18,8 @@ from torch import nn
 
 from zeropp.comm.collective import Ranks
 from zeropp.zero.access import gathered
-from zeropp.zero.engine import SHARD, Engine, engine_of
+from zeropp.zero.engine import Engine, engine_of
+from zeropp.zero.model_state import SHARD
 
 BUDGET = 0.5
 """Share of the free memory that the gathered parameters of all ranks of the host may take."""

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropp.comm.group import all_traffic
 from zeropp.errors import ConfigError, PartitionedParameterError
-from zeropp.zero.engine import FILE, SHARD, Engine, Unit, engine_of
+from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.formulas import model_states, pools_grads, sizes_of, tier_buffers
 from zeropp.zero.model.init import is_sharded, whole_built
 from zeropp.zero.model.parameter import raise_strays, ref_of
-from zeropp.zero.model_state import Bytes
+from zeropp.zero.model_state import FILE, SHARD, Bytes, Unit
 from zeropp.zero.offload.storage import disk_traffic
 
 
@@ -203,12 +204,9 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     pooled = pools_grads(engine.schedule.in_backward, engine.grads.in_file, engine.stage, engine.ranks)
     paper = model_states(sizes_of(engine, padded=False), pooled, engine.strategy.planned_extra_bytes())
     planned = _summed(part.planned_bytes(engine, paper) for part in engine.parts)
-    held = _summed(part.held_bytes(engine) for part in engine.parts)
-    held |= {("cpu", kind): engine.core.memory()[kind] for kind in _PASSING}
+    held = _held(engine)
     if ("cpu", "tier_buffers") in held:
         planned["cpu", "tier_buffers"] = _planned_buffers(engine)
-    if not held.get(("cpu", "checksums")):
-        held.pop(("cpu", "checksums"), None)
     parameters = sum(e.numel for u in engine.units for e in u.params)
     held_states = sum(size for (_, kind), size in held.items() if kind in _STATES)
     total = {"planned": sum(paper.values()), "held": held_states}
@@ -217,6 +215,14 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         "parameters": parameters,
         "bytes_per_parameter": {kind: value / parameters for kind, value in total.items()},
     }
+
+
+def _held(engine: Engine) -> Bytes:
+    held = _summed(part.held_bytes(engine) for part in engine.parts)
+    held |= {("cpu", kind): engine.core.memory()[kind] for kind in _PASSING}
+    if not held.get(("cpu", "checksums")):
+        held.pop(("cpu", "checksums"), None)
+    return held
 
 
 def _by_tier(planned: Bytes, held: Bytes) -> dict[str, dict[str, dict[str, float]]]:
@@ -251,8 +257,6 @@ def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
         between hosts) and collective; ``"nvme"`` has ``read`` and ``write`` in bytes, ``read`` also ``waited_ns``: how
         long this rank waited for its files, in nanoseconds.
     """
-    from zeropp.comm import all_traffic
-
     now = {
         (link, kind, what): value
         for link, kinds in all_traffic().items()

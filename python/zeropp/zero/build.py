@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.comm.group import host_communicator
-from zeropp.config import Config, Tier
+from zeropp.config import Config
 from zeropp.zero.engine import Engine
-from zeropp.zero.formulas import READ_AHEAD_BYTES
+from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read_ahead_bytes, tier_of
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
 from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays
-from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers
+from zeropp.zero.model.units import UnitPlan, numbers
 from zeropp.zero.model_state import DTYPES, FILE, HOST, SHARD, WHOLE, Entry, ParamStore, Unit, tensor_over
 from zeropp.zero.offload import weight_quant
 from zeropp.zero.offload.activations import ActivationFile
@@ -26,9 +25,8 @@ from zeropp.zero.offload.optim_file import OptimFile
 from zeropp.zero.offload.param_file import ParamFile
 from zeropp.zero.offload.storage import FileStorage
 from zeropp.zero.step.moments import MemoryStates
-from zeropp.zero.unfreeze import Unfreezing, has_master
+from zeropp.zero.unfreeze import Unfreezing
 
-_BETWEEN_HOSTS_PREFETCH_BYTES = 64 << 20
 _RELEASED_CLASS = (None, ShardedGradParameter, ShardedGradParameter, PartitionedParameter)
 """By stage: the class of parameters whose gradients, or values, are not whole."""
 
@@ -42,7 +40,7 @@ def make_engine(
         zeropp.TierError: a disk has no room; the model is as it was.
     """
     core = _make_core(model, plans, config, comm, host_copy)
-    engine = Engine(model, config, comm, core, host_copy)
+    engine = Engine(config, comm, core, host_copy)
     if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
         engine.sharers = len(comm.host_ranks)
     engine.states = memory = MemoryStates()
@@ -64,19 +62,7 @@ def make_engine(
     return engine
 
 
-def tier_of(config: Config, kind: str) -> Tier:
-    """Return where the configuration wants one kind of state."""
-    tier = getattr(config.offload, kind)
-    assert isinstance(tier, Tier)
-    return tier
-
-
 # -- the core ----------------------------------------------------------------------------------------------------------
-
-
-def loads_units(config: Config) -> bool:
-    """Return True if units are loaded where they are needed: from NVMe, or from quantised copies."""
-    return tier_of(config, "params").kind == "nvme" or config.stored_name is not None
 
 
 def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> Any:
@@ -141,23 +127,23 @@ def _add_units(core: Any, model: nn.Module, plans: list[UnitPlan], config: Confi
 def _prefetch_bytes(plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> int:
     if config.prefetch != "auto":
         return int(config.prefetch)
-    if loads_units(config):  # the next one at least, whatever its size
-        return max(READ_AHEAD_BYTES, *(2 * plan.numel * plan.dtype.itemsize for plan in plans))
+    if loads_units(config):
+        return read_ahead_bytes(plan.numel * plan.dtype.itemsize for plan in plans)
     if comm is None or host_copy or config.stage < 3:
         return 0
     # Between hosts gathers are collectives: every rank must go equally far ahead, whatever its host has to spare.
-    return _BETWEEN_HOSTS_PREFETCH_BYTES if comm.hosts > 1 else _idle_core_prefetch()
+    return READ_AHEAD_BYTES if comm.hosts > 1 else _idle_core_prefetch()
 
 
 def _idle_core_prefetch() -> int:
     """Return how far ahead to gather in a thread of its own: it pays only where a core is idle."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
-    return 64 << 20 if cores > ranks_here * torch.get_num_threads() else 0
+    return READ_AHEAD_BYTES if cores > ranks_here * torch.get_num_threads() else 0
 
 
 def _place(plan: UnitPlan, config: Config, comm: Any, host_copy: bool) -> int:
-    small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
+    small = plan.replicates(config.units)
     if loads_units(config):
         return WHOLE if small else FILE
     if comm is None or config.stage < 3:
@@ -191,10 +177,17 @@ def _make_stores(engine: Engine, model: nn.Module, plans: list[UnitPlan]) -> Non
         return
     engine.storage = storage = FileStorage(engine, [index for index, plan in enumerate(plans) if plan.trainable])
     if loads_units(config):
-        engine.params = ParamFile(engine, tier_of(config, "params"), storage, _quantised(model, config))
+        engine.params = _param_store(engine, model, storage)
     if tier_of(config, "grads").kind == "nvme":
         engine.grads = GradFile(engine, tier_of(config, "grads"))
         engine.local_grads = False
+
+
+def _param_store(engine: Engine, model: nn.Module, storage: FileStorage) -> ParamFile:
+    tier = tier_of(engine.config, "params")
+    if engine.config.stored_name is None:
+        return ParamFile(engine, tier, storage)
+    return weight_quant.QuantisedParams(engine, tier, storage, _quantised(model, engine.config))
 
 
 def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
@@ -249,11 +242,8 @@ def fill(engine: Engine, unit: Unit, updated: bool) -> None:
     moves = unit.place in (SHARD, FILE)
     if moves:
         unit.core.keep_shard()
-    waits = not updated and full is None and not (unit.states_in.in_file or unit.in_file)
-    if masters and waits:
-        unit.master_waits = True
-    elif masters:
-        _make_master(engine, unit, full)
+    if masters:
+        _give_master(engine, unit, full, updated)
     if moves:
         unit.core.release()  # or the whole model would be in memory at once
 
@@ -261,22 +251,31 @@ def fill(engine: Engine, unit: Unit, updated: bool) -> None:
 def _fill_whole(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
     """Fill the unit's flat buffer on all ranks, and ``full``, the same in fp32, on this one."""
     comm = engine.comm
-    meet: Callable[[], object] = comm.barrier if comm is not None and unit.in_file else lambda: None
-    meet()  # no rank reads from the file any more into what is filled now
-    in_shards = [is_sharded(entry.param) for entry in unit.params]
-    copies = comm is not None and comm.hosts > 1 and unit.shared  # each host has one
-    for entry, sharded in zip(unit.params, in_shards, strict=True):
-        flat = unit.whole[entry.offset_elems : entry.offset_elems + entry.numel]
-        if sharded and unit.shared and full is None and not copies:
-            copy_own_part(entry.param, entry.of(flat).view(-1))
-        else:
-            _copy_values(engine, unit, entry, _values_of(engine, entry, sharded, copies), full)
-        entry.param.data = entry.of(flat)
-        if sharded:
-            entry.param.__class__ = nn.Parameter
-    if comm is not None and not unit.shared and not all(in_shards):
+    came_whole = not all(is_sharded(entry.param) for entry in unit.params)
+    _meet(engine, unit)  # no rank reads from the file any more into what is filled now
+    for entry in unit.params:
+        _fill_entry(engine, unit, entry, full)
+    if comm is not None and not unit.shared and came_whole:
         comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
-    meet()
+    _meet(engine, unit)
+
+
+def _meet(engine: Engine, unit: Unit) -> None:
+    if engine.comm is not None and unit.in_file:
+        engine.comm.barrier()
+
+
+def _fill_entry(engine: Engine, unit: Unit, entry: Entry, full: torch.Tensor | None) -> None:
+    sharded = is_sharded(entry.param)
+    copies = engine.comm is not None and engine.comm.hosts > 1 and unit.shared  # each host has one
+    view = entry.of(unit.whole[entry.offset_elems : entry.offset_elems + entry.numel])
+    if sharded and unit.shared and full is None and not copies:
+        copy_own_part(entry.param, view.view(-1))
+    else:
+        _copy_values(engine, unit, entry, _values_of(engine, entry, sharded, copies), full)
+    entry.param.data = view
+    if sharded:
+        entry.param.__class__ = nn.Parameter
 
 
 def _values_of(engine: Engine, entry: Entry, sharded: bool, copies: bool) -> torch.Tensor:
@@ -298,8 +297,11 @@ def _copy_values(engine: Engine, unit: Unit, entry: Entry, values: torch.Tensor,
         entry.of(full[place]).copy_(values)
 
 
-def _make_master(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
-    """Make the fp32 shard that the optimizer updates; exact where the model came in fp32."""
+def _give_master(engine: Engine, unit: Unit, full: torch.Tensor | None, updated: bool) -> None:
+    """Make the fp32 shard that the optimizer updates, exact where the model came in fp32; or let it wait for an optimizer."""
+    if not updated and full is None and not (unit.states_in.in_file or unit.in_file):
+        unit.master_waits = True
+        return
     if engine.comm is not None and full is None:
         engine.comm.barrier()  # one shared copy: rank 0 must have filled it
     elif engine.comm is not None and full is not None:

@@ -18,25 +18,9 @@ from zeropp.config import Config, LossScale
 from zeropp.errors import ConfigError, Error
 from zeropp.files import folder_writer
 from zeropp.zero.model.parameter import Ref, engines, raise_strays, ref_of
-from zeropp.zero.model_state import (
-    DTYPES,
-    FILE,
-    HOST,
-    SHARD,
-    WHOLE,
-    Entry,
-    ModelState,
-    Part,
-    Unit,
-    tensor_over,
-)  # fmt: skip
+from zeropp.zero.model_state import DTYPES, ModelState, Part, Unit, tensor_over
 from zeropp.zero.offload.storage import Storage
 from zeropp.zero.step.scaler import NoScaler, Scaler, origins
-
-__all__ = [
-    "DTYPES", "FILE", "HOST", "SHARD", "WHOLE", "Engine", "Entry", "StepSchedule", "StepStrategy", "Unit", "engine_of", "register",
-    "tensor_over",
-]  # fmt: skip
 
 
 class StepStrategy(Part):
@@ -170,10 +154,9 @@ class StepSchedule(Part):
 class Engine(ModelState):
     """The state of one prepared model. Held by its parameters and its optimizer, never by itself through the model."""
 
-    def __init__(self, model: nn.Module, config: Config, comm: Any, core: Any, host_copy: bool) -> None:
+    def __init__(self, config: Config, comm: Any, core: Any, host_copy: bool) -> None:
         super().__init__(config, comm, core)
         self.host_copy = host_copy
-        self.model_ref = weakref.ref(model)
         self.clip_scale = 1.0
         chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
         self.scaler = Scaler(chosen) if config.scales_loss else NoScaler()

@@ -7,11 +7,13 @@ csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from zeropp import _C
-from zeropp.config import Offload, Tier
+from zeropp.config import TORCH_DTYPES, Config, Offload, Tier
 from zeropp.zero.model_state import SHARD, ModelState, Unit
 
 PAGE_BYTES = 4096
@@ -46,6 +48,39 @@ class UnitSizes:
     """Bytes of an element of the gradients that are accumulated and kept."""
     moment_bytes: float
     """Bytes of all moments of an element."""
+
+
+def in_pages(size_bytes: int) -> int:
+    """Return the bytes of as many whole pages as hold so many."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def tier_of(config: Config, kind: str) -> Tier:
+    """Return where the configuration wants one kind of state."""
+    tier = getattr(config.offload, kind)
+    assert isinstance(tier, Tier)
+    return tier
+
+
+def loads_units(config: Config) -> bool:
+    """Return True if units are loaded where they are needed: from NVMe, or from quantised copies."""
+    return tier_of(config, "params").kind == "nvme" or config.stored_name is not None
+
+
+def shares_host_copy(config: Config, ranks: int, hosts: int) -> bool:
+    """Return True if the ranks of the host share one copy of the parameters. docs/design/0015."""
+    one_host = ranks > hosts == 1 and config.host_copy == "auto" and config.stage == 3
+    return one_host and not loads_units(config) and config.comm.params == "exact"
+
+
+def has_master(dtype: torch.dtype, config: Config) -> bool:
+    """Return True if an optimizer keeps an fp32 copy beside parameters of this type."""
+    return dtype in (torch.bfloat16, torch.float16) and TORCH_DTYPES[config.master_name] != dtype
+
+
+def read_ahead_bytes(unit_bytes: Iterable[int]) -> int:
+    """Return how much of the units that are loaded may be in memory ahead of need: the next one at least, whatever its size."""
+    return max(READ_AHEAD_BYTES, 2 * max(unit_bytes, default=0))
 
 
 def elem_bytes(kind: str) -> float:
@@ -175,7 +210,7 @@ def _windows(sizes: Sequence[tuple[int, int]], window_elems: int) -> int:
 
 def _shards_in_memory(grads: Sequence[UnitSizes], fraction: float) -> int:
     """Return the bytes of as many whole shards as there is room for: those under way, then those that wait for the next backward."""
-    sizes = [-(-int(one.own_elems) * one.grad_bytes // PAGE_BYTES) * PAGE_BYTES for one in grads]
+    sizes = [in_pages(int(one.own_elems) * one.grad_bytes) for one in grads]
     capacity, held = max(_GRADS_BYTES, 2 * max(sizes, default=0)), 0
     for size in sizes:
         if held + size > capacity:

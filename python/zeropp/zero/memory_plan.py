@@ -39,21 +39,26 @@ import torch
 from torch import nn
 
 from zeropp import _C, compat
-from zeropp.config import TORCH_DTYPES, Config, Tier, as_config
+from zeropp.config import TORCH_DTYPES, Config, as_config
 from zeropp.errors import ConfigError
 from zeropp.wording import counted, shown, what_it_is
 from zeropp.zero.formulas import (
-    PAGE_BYTES,
     READ_AHEAD_BYTES,
     UnitSizes,
     delayed_bytes,
     elem_bytes,
+    has_master,
+    in_pages,
+    loads_units,
     model_states,
     pools_grads,
+    read_ahead_bytes,
+    shares_host_copy,
     split,
     tier_buffers,
+    tier_of,
 )  # fmt: skip
-from zeropp.zero.model.units import REPLICATE_BYTES, UnitPlan, numbers, plan_units, refuse_lazy
+from zeropp.zero.model.units import UnitPlan, numbers, plan_units, refuse_lazy
 from zeropp.zero.offload import weight_quant
 
 STATES = {
@@ -75,16 +80,9 @@ class _Run:
     optimizer: str
 
     @property
-    def loads_units(self) -> bool:
-        """True if units are loaded where they are needed: from NVMe, or from quantised copies."""
-        return self.on_nvme("params") or self.config.stored_name is not None
-
-    @property
     def host_copy(self) -> bool:
         """True if the ranks of a host share one copy of the parameters."""
-        config = self.config
-        one_host = self.ranks > self.hosts == 1 and config.host_copy == "auto" and config.stage == 3
-        return one_host and not self.loads_units and config.comm.params == "exact"
+        return shares_host_copy(self.config, self.ranks, self.hosts)
 
     @property
     def sharers(self) -> int:
@@ -93,16 +91,11 @@ class _Run:
 
     def on_nvme(self, *kinds: str) -> bool:
         """Return True if any of these kinds is on NVMe."""
-        return any(self._tier(kind).kind == "nvme" for kind in kinds)
+        return any(tier_of(self.config, kind).kind == "nvme" for kind in kinds)
 
     def fraction(self, kind: str) -> float:
         """Return the share of a kind that is offloaded."""
-        return float(self._tier(kind).fraction)
-
-    def _tier(self, kind: str) -> Tier:
-        tier = getattr(self.config.offload, kind)
-        assert isinstance(tier, Tier)
-        return tier
+        return float(tier_of(self.config, kind).fraction)
 
 
 @dataclass(frozen=True)
@@ -174,23 +167,15 @@ def estimate(
     refuse_lazy(model, "estimate")
     config = as_config(config, "estimate")
     _check(config, ranks, hosts, optimizer, tokens, tflops)
-    plans = plan_units(
-        model, config.units, None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name], config.ignored
-    )
-    if not plans:
-        raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
-    if config.stored_name is not None:
-        for plan in plans:
-            plan.trainable = False
+    plans = _plans(model, config)
     run = _Run(config, ranks, hosts, optimizer)
     all_units = [_sizes(plan, run) for plan in plans]
     units, exact_bytes = _held_as_values(all_units, run)
     held = _held(model, units, run)
     in_file, delayed = _offloaded(model, units, run, held, exact_bytes)
-    traffic = _traffic(units, run)
-    traffic["nvme"] = _nvme_traffic(model, units, run, in_file)
+    traffic = {**_traffic(units, run), "nvme": _nvme_traffic(model, units, run, in_file)}
     if hosts > 1:
-        traffic["network"] = 0 if config.stored_name is not None else _network_traffic(units, run)
+        traffic["network"] = _network_traffic(units, run)
     parameters = sum(plan.numel for plan in plans)
     answer = {
         "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(plans),
@@ -203,6 +188,18 @@ def estimate(
         answer["compute_seconds"] = seconds
         answer["bandwidth"] = {kind: value / seconds for kind, value in traffic.items()}
     return answer
+
+
+def _plans(model: nn.Module, config: Config) -> list[UnitPlan]:
+    """Return the units that ``prepare`` would make."""
+    dtype = None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
+    plans = plan_units(model, config.units, dtype, config.ignored)
+    if not plans:
+        raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
+    if config.stored_name is not None:
+        for plan in plans:
+            plan.trainable = False
+    return plans
 
 
 def _held(model: nn.Module, units: list[_Sizes], run: _Run) -> dict[str, int]:
@@ -232,7 +229,7 @@ def _offloaded(
         held["delayed"], delayed = delayed_bytes(units, run.fraction("params"), grads_share, run.ranks)
         if round(sum(delayed.values())):
             in_file["delayed"] = round(sum(delayed.values()))
-    if run.loads_units:
+    if loads_units(run.config):
         values = sum(_kept_bytes(model, unit, run.config) for unit in units if unit.in_file) / run.sharers
         in_file["params"] = round(run.fraction("params") * values) if run.on_nvme("params") else 0
         held["params"] += exact_bytes // run.sharers + round(values) - in_file["params"]
@@ -274,28 +271,28 @@ def _facts(config: Config, optimizer: str) -> dict[str, Any]:
 def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
     config, ranks = run.config, run.ranks
     elems, shard_elems = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
-    small = plan.alone and plan.numel * plan.dtype.itemsize < REPLICATE_BYTES and config.units == "auto"
-    in_file = run.loads_units and not small
+    small = plan.replicates(config.units)
+    in_file = loads_units(config) and not small
     moves = config.stage == 3 and ranks > 1 and not (run.host_copy or small or in_file)
     own_elems = elems if config.stage == 0 or ranks == 1 else shard_elems
     stays, travels = config.gradient_dtypes(plan.dtype)
     params_wire_bytes = _wire_bytes(config.comm.params, plan.dtype, shard_elems, run)
-    has_master = plan.trainable and run.optimizer != "none" and _is_coarse(plan.dtype, config)
-    each = 8 if plan.dtype == torch.float64 else elem_bytes(config.state_name)
+    masters = plan.trainable and run.optimizer != "none" and has_master(plan.dtype, config)
     whole_bytes, shard_bytes = elems * plan.dtype.itemsize, shard_elems * plan.dtype.itemsize
     return _Sizes(
-        plan.trainable, in_file, has_master, whole_bytes,
+        plan.trainable, in_file, masters, whole_bytes,
         _params_bytes(run, whole_bytes, shard_bytes, params_wire_bytes, in_file, moves),
         _grads_bytes(run, plan, elems, shard_elems, stays.itemsize),
-        own_elems, plan.dtype.itemsize, stays.itemsize, STATES[run.optimizer] * each if plan.trainable else 0,
+        own_elems, plan.dtype.itemsize, stays.itemsize, _moment_bytes(plan, run),
         plan, shard_bytes, moves, params_wire_bytes,
         _wire_bytes(config.comm.grads if config.stage >= 2 else "exact", travels, shard_elems, run),
     )  # fmt: skip
 
 
-def _is_coarse(dtype: torch.dtype, config: Config) -> bool:
-    """Return True if an optimizer keeps an fp32 master of parameters of this type."""
-    return dtype not in (torch.float64, torch.float32, TORCH_DTYPES[config.master_name])
+def _moment_bytes(plan: UnitPlan, run: _Run) -> float:
+    """Return the bytes of all moments of an element."""
+    each = 8 if plan.dtype == torch.float64 else elem_bytes(run.config.state_name)
+    return STATES[run.optimizer] * each if plan.trainable else 0
 
 
 def _wire_bytes(kind: str, exact: torch.dtype, shard_elems: int, run: _Run) -> int:
@@ -374,11 +371,8 @@ def _kept_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
     if config.stored_name is None:
         return unit.whole_bytes
     quantised, bits = weight_quant.matrices(model), weight_quant.BITS[config.stored_name]
-    kept = sum(
-        weight_quant.quantised_bytes(numbers(p), bits) if p in quantised else numbers(p) * unit.param_bytes
-        for p in unit.plan.params
-    )
-    return -(-kept // PAGE_BYTES) * PAGE_BYTES
+    params = ((p, numbers(p)) for p in unit.plan.params)
+    return in_pages(weight_quant.kept_bytes(params, unit.param_bytes, quantised, bits))
 
 
 def _held_as_values(units: list[_Sizes], run: _Run) -> tuple[list[_Sizes], int]:
@@ -386,7 +380,7 @@ def _held_as_values(units: list[_Sizes], run: _Run) -> tuple[list[_Sizes], int]:
     whole units, the first ones (csrc/zero/unit_file_qcopy.c)."""
     if run.config.stored_name is None or run.on_nvme("params"):
         return units, 0
-    sizes = [-(-unit.whole_bytes // PAGE_BYTES) * PAGE_BYTES if unit.in_file else 0 for unit in units]
+    sizes = [in_pages(unit.whole_bytes) if unit.in_file else 0 for unit in units]
     capacity, kept, held = (1 - run.fraction("params")) * sum(sizes), [], 0
     for unit, size in zip(units, sizes, strict=True):
         capacity -= size
@@ -423,7 +417,7 @@ def _gathered(model: nn.Module, units: list[_Sizes], run: _Run) -> int:
 
 def _shards_under_way(units: list[_Sizes], run: _Run, ahead_bytes: int) -> int:
     """Return the most that a rank has read of its own file and is not gathered yet: all but the unit in use, if there is room."""
-    sizes = [-(-unit.shard_bytes // PAGE_BYTES) * PAGE_BYTES for unit in units if unit.in_file]
+    sizes = [in_pages(unit.shard_bytes) for unit in units if unit.in_file]
     most = max(max(sizes), min(sum(sizes) - min(sizes), ahead_bytes))
     return min(most, round(run.fraction("params") * sum(sizes)))
 
@@ -434,7 +428,7 @@ def _read_ahead(units: list[_Sizes], run: _Run) -> int:
         return run.config.prefetch
     loaded = [unit.whole_bytes for unit in units if unit.in_file]
     if loaded:
-        return max(READ_AHEAD_BYTES, 2 * max(loaded))
+        return read_ahead_bytes(loaded)
     return READ_AHEAD_BYTES if run.hosts > 1 else 0
 
 
@@ -463,7 +457,9 @@ def _traffic(units: list[_Sizes], run: _Run) -> dict[str, int]:
 
 
 def _network_traffic(units: list[_Sizes], run: _Run) -> int:
-    """Return the bytes that a rank receives from other hosts in a step."""
+    """Return the bytes that a rank receives from other hosts in a step. Each host has a copy of quantised weights."""
+    if run.config.stored_name is not None:
+        return 0
     config, ranks, hosts, total = run.config, run.ranks, run.hosts, 0
     elsewhere = hosts - 1
     for unit in units:
@@ -483,18 +479,23 @@ def _network_traffic(units: list[_Sizes], run: _Run) -> int:
 def _nvme_traffic(model: nn.Module, units: list[_Sizes], run: _Run, in_file: dict[str, int]) -> int:
     """Return the bytes read and written by one rank: states once each way, parameters where they are used, gradients in each backward (but in the
     first nothing is read), for the norm and for the step; a step inside the backward moves none in the last one and after it."""
-    config, ranks = run.config, run.ranks
+    config = run.config
     if config.stored_name is not None:  # a forward reads each unit wherever it is used
         reads = sum(_kept_bytes(model, unit, config) * len(unit.plan.triggers) for unit in units if unit.in_file)
         return round(run.fraction("params") * reads / run.sharers) if in_file["params"] else 0
     gradients = 2 * config.accumulate + (-2 if config.step_in_backward else 1)
     total = 2 * (in_file.get("master", 0) + in_file.get("optimizer", 0)) + gradients * in_file.get("grads", 0)
+    return total + round(run.fraction("params") * _params_traffic(units, run))
+
+
+def _params_traffic(units: list[_Sizes], run: _Run) -> float:
+    """Return the bytes that one rank moves of the units in a file, if all of them lie there: their uses, and their step."""
     used = stepped = 0.0
     for unit in (unit for unit in units if unit.in_file):
-        used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / ranks
+        used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / run.ranks
         if unit.trainable and run.optimizer != "none":
-            once = config.step_in_backward or unit.has_master
-            stepped += (1 if once else 2) * unit.whole_bytes / ranks
+            once = run.config.step_in_backward or unit.has_master
+            stepped += (1 if once else 2) * unit.whole_bytes / run.ranks
     if run.optimizer != "none":
-        used -= _kept(units, run) / ranks
-    return total + round(run.fraction("params") * (used + stepped))
+        used -= _kept(units, run) / run.ranks
+    return used + stepped

@@ -55,9 +55,6 @@ class Entry:
             values = torch.view_as_real(values.to(self.param.dtype).resolve_conj())
         return values.reshape(-1)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.names, self.param, self.offset_elems, self.numel, self.shape))
-
 
 Bytes = dict[tuple[str, str], float]
 """Bytes by ("cpu" or "nvme", kind); the kinds are those of zeropp.memory."""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import os
 import weakref
@@ -16,19 +14,22 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp import _C, compat
+from zeropp.comm.group import communicator
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
-from zeropp.errors import ConfigError, Error
+from zeropp.errors import ConfigError
 from zeropp.files.heap_trim import give_back
 from zeropp.wording import what_it_is
-from zeropp.zero.build import fill, loads_units, make_engine
-from zeropp.zero.engine import DTYPES, Engine, engine_of, register
+from zeropp.zero.build import fill, make_engine
+from zeropp.zero.engine import Engine, engine_of, register
+from zeropp.zero.formulas import shares_host_copy
 from zeropp.zero.model import buffers, meta
-from zeropp.zero.model.autocast import AutocastCall
+from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
 from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import engines, raise_strays, ref_of
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
+from zeropp.zero.model_state import DTYPES
 from zeropp.zero.step import custom
 from zeropp.zero.step.optimizer import adopt, check_optimizer
 from zeropp.zero.step.updates import moments_of
@@ -83,12 +84,12 @@ def prepare(
 
             preflight()
     plans = _plan(model, optimizer, config, comm)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        meta.give_values(model, getattr(config.offload.params, "path", None))
-    engine = make_engine(model, plans, config, comm, _shares_copy(config, comm), moments_of(optimizer))
+    meta.give_values(model, getattr(config.offload.params, "path", None))
+    host_copy = comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
+    engine = make_engine(model, plans, config, comm, host_copy, moments_of(optimizer))
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
-    _share_buffers(model, engine, optimizer is not None or any(plan.trainable for plan in plans))
+    _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
     engine.core.publish()
     if comm is not None:
         comm.barrier()
@@ -100,12 +101,6 @@ def prepare(
     engine.core.release_all()
     give_back()  # malloc would keep the memory of the parameters whose values were copied
     return model, optimizer
-
-
-def _shares_copy(config: Config, comm: Any) -> bool:
-    """Return True if the ranks of the host share one copy of the parameters."""
-    one_host = comm is not None and comm.hosts == 1 and config.host_copy == "auto" and config.stage == 3
-    return one_host and not loads_units(config) and config.comm.params == "exact"  # docs/design/0015
 
 
 def _param_dtype(config: Config) -> torch.dtype | None:
@@ -139,7 +134,7 @@ def _plan(model: nn.Module, optimizer: Optimizer | None, config: Config, comm: A
 
 def _share_buffers(model: nn.Module, engine: Engine, trains: bool) -> None:
     """Give all ranks rank 0's buffers, now and, where the configuration says so, in every pass that trains."""
-    _hand_over_buffers(model, engine.comm)
+    buffers.hand_over(model, engine.comm)
     if engine.comm is not None and trains:
         if engine.config.sync_buffers:
             buffers.follow(model, engine.core)
@@ -149,7 +144,7 @@ def _share_buffers(model: nn.Module, engine: Engine, trains: bool) -> None:
 def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
     """Install all hooks: triggers of units, what surrounds the model's forward, and those of gradients."""
     config, param_dtype = engine.config, _param_dtype(engine.config)
-    _install_triggers(model, engine, plans)
+    install_triggers(model, engine, plans)
     engine.activations.install(model)
     if config.autocast_name is not None:
         model._compiled_call_impl = AutocastCall(model, TORCH_DTYPES[config.autocast_name])
@@ -157,7 +152,7 @@ def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
         hook_unit(engine, unit)
     engine.params.refuse_training(model)
     if param_dtype is not None:
-        model.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(functools.partial(cast_inputs, param_dtype), with_kwargs=True, prepend=True)
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -310,95 +305,7 @@ def _communicator() -> Any:
         dist.init_process_group("zeropp")
     if dist.get_world_size() == 1:
         return None
-    from zeropp.comm import communicator
-
     return communicator()
-
-
-# -- values -----------------------------------------------------------------------------------------------------------------
-
-
-def _hand_over_buffers(model: nn.Module, comm: Any) -> None:
-    """Buffers follow rank 0, as under DDP."""
-    if comm is None:
-        return
-    for _, buffer in model.named_buffers():
-        values = buffer.detach().contiguous()
-        if values.numel():
-            comm.broadcast(values.data_ptr(), values.numel() * values.element_size(), 0)
-            if values.data_ptr() != buffer.data_ptr():
-                buffer.data.copy_(values)
-
-
-# -- hooks ------------------------------------------------------------------------------------------------------------------
-
-
-def _install_triggers(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
-    """nn.Module.__call__ calls ``_compiled_call_impl`` where it is set: there, outside of all hooks, the trigger stands."""
-    units_of: dict[nn.Module, list[Any]] = {model: []}
-    for plan, unit in zip(plans, engine.units, strict=True):
-        for module in plan.triggers:
-            units_of.setdefault(module, []).append(unit.core)
-    for module, units in units_of.items():
-        inner = module._compiled_call_impl or module._call_impl
-        module._compiled_call_impl = _C.Trigger(engine.core, tuple(units), inner, _leaf(module))
-        module.compile = _CompileInside(module)  # type: ignore[method-assign]
-
-
-#: torch's own modules that return one tensor and let nothing else out: all that autograd saves in them lies behind it.
-_LEAVES = (
-    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-)  # fmt: skip
-
-
-def _leaf(module: nn.Module) -> tuple[dict[Any, Any], ...] | None:
-    """For one of torch's leaf modules: its dict, and every dict of hooks that could run in it."""
-    if type(module) not in _LEAVES or module._compiled_call_impl is not None:
-        return None
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    own = [getattr(module, f"_{kind}") for kind in kinds]
-    of_all = [getattr(nn.modules.module, f"_global_{kind}") for kind in kinds]
-    return (module.__dict__, *own, *of_all)
-
-
-class _CompileInside:
-    """``module.compile()`` of a module with a trigger: compiles what the trigger surrounds, and leaves the trigger."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        module = self.module()
-        if module is not None:
-            trigger: Any = module._compiled_call_impl
-            trigger.call = torch.compile(module._call_impl, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self.module()))
-        return functools.partial(nn.Module.compile, copy) if copy is not None else self
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-    if type(value) in (list, tuple):
-        return type(value)(_cast(v, dtype) for v in value)
-    if type(value) is dict:
-        return {k: _cast(v, dtype) for k, v in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(v, dtype) for v in value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cast = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(cast, field.name, _cast(getattr(value, field.name), dtype))
-        return cast
-    return value
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 # -- parameters that come too late ------------------------------------------------------------------------------------------
@@ -431,6 +338,3 @@ def _install_watch() -> None:
 def _watch(model: nn.Module) -> None:
     _install_watch()
     _watched.update(model.modules())
-
-
-__all__ = ["Error", "prepare"]

@@ -17,9 +17,10 @@ from torch import nn, optim
 
 from zeropp import compat
 from zeropp.compat import Named
-from zeropp.config import TORCH_DTYPES, Config, facts_of
+from zeropp.config import Config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
+from zeropp.zero.formulas import has_master
 from zeropp.zero.model.parameter import Ref, ref_of
 from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.model_state import Unit
@@ -205,11 +206,6 @@ class Unfreezing:
                     f"optimizer.step: parameter '{ref.name}' was unfrozen inside a forward, so its gradient was not reduced; set "
                     "requires_grad between two steps; optimizer.zero_grad() forgets this batch"
                 )
-
-
-def has_master(dtype: torch.dtype, config: Config) -> bool:
-    """True if there is an fp32 copy beside what is trained in that type."""
-    return dtype in (torch.bfloat16, torch.float16) and TORCH_DTYPES[config.master_name] != dtype
 
 
 def was_trained(saved: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zeropp
-from zeropp.checkpoint import offline
+from zeropp.checkpoint import offline, sources
 from zeropp.errors import ConfigError
 from zeropp.zero.prepare import is_prepared
 
@@ -70,7 +70,7 @@ def _bytes(size: Any) -> int:
     if isinstance(size, str):
         number, unit = size[:-2], size[-2:].upper()
         return int(float(number) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[unit])
-    return offline.FILE_BYTES if size is None else int(size)
+    return sources.FILE_BYTES if size is None else int(size)
 
 
 def _no_such_file(checkpoint_dir: Any, *args: Any) -> Any:

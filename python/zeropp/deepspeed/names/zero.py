@@ -19,10 +19,10 @@ import zeropp
 from zeropp.config.reading import read_json
 from zeropp.deepspeed.names.comm import init_distributed
 from zeropp.errors import ConfigError
-from zeropp.zero.engine import FILE
 from zeropp.zero.model import init as building
 from zeropp.zero.model.init import ShardedParameter, construction, is_sharded
 from zeropp.zero.model.parameter import PartitionedParameter, ref_of
+from zeropp.zero.model_state import FILE
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 # Groups of ranks, and compression, that zeropp has no counterpart of: refused unless left at None or False.

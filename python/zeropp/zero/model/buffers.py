@@ -77,6 +77,18 @@ def descriptions(model: nn.Module) -> list[bytes]:
     return [f"'{name}' {tuple(one.shape)} {one.dtype}".encode() for name, one in model.named_buffers()]
 
 
+def hand_over(model: nn.Module, comm: Any) -> None:
+    """Give all ranks rank 0's buffers, as DDP does when it is built. Collective; nothing without a communicator."""
+    if comm is None:
+        return
+    for _, buffer in model.named_buffers():
+        values = buffer.detach().contiguous()
+        if values.numel():
+            comm.broadcast(values.data_ptr(), values.numel() * values.element_size(), 0)
+            if values.data_ptr() != buffer.data_ptr():
+                buffer.data.copy_(values)
+
+
 def follow(model: nn.Module, core: Any) -> None:
     """From now on; collective. Nothing where the model has none."""
     buffers = Buffers(model)

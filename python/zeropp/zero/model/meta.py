@@ -41,7 +41,8 @@ def check_draws(model: nn.Module) -> None:
 
 
 def give_values(model: nn.Module, path: Folders | None) -> None:
-    """Draw what is on meta, on a model that :func:`check_draws` let pass. Collective; rank 0's values count.
+    """Draw what is on meta, on a model that :func:`check_draws` let pass; do nothing where all has values. Collective; rank 0's values
+    count.
 
     Args:
         path: a folder where shards wait, or several, see ``sharded_init``; None: in memory.
@@ -49,6 +50,8 @@ def give_values(model: nn.Module, path: Folders | None) -> None:
     Raises:
         zeropp.ConfigError: a module leaves some of its values out; named.
     """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return
     with _sliced(model, path) as follow, torch.no_grad():
         for name, module in _children_first(model):
             if _meta_names(module):

@@ -22,6 +22,8 @@ from zeropp.errors import ConfigError
 #: Units that would stand alone and are smaller than this stay whole on every rank: a gather costs more than they weigh.
 REPLICATE_BYTES = 64 * 1024
 
+Triggers = tuple[nn.Module, ...]
+
 
 @dataclass
 class UnitPlan:
@@ -40,9 +42,13 @@ class UnitPlan:
     def __post_init__(self) -> None:
         self.numel = sum(numbers(p) for p in self.params)
 
+    def replicates(self, units: object) -> bool:
+        """Return True if the unit stays whole on every rank, where ``Config.units`` is ``units``."""
+        return self.alone and self.numel * self.dtype.itemsize < REPLICATE_BYTES and units == "auto"
+
 
 def numbers(parameter: torch.Tensor) -> int:
-    """How many real numbers it holds: a complex one counts as two."""
+    """Return how many real numbers a parameter holds: a complex one counts as two."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
@@ -133,12 +139,12 @@ def _of_running_norms(owners: list[nn.Module]) -> bool:
     return all(isinstance(owner, kind) and owner.running_mean is not None for owner in owners)
 
 
-def _homes(model: nn.Module, units: object) -> dict[nn.Module, tuple[nn.Module, ...]]:
-    """For each module inside a block: the block's triggers. The innermost named class wins."""
+def _homes(model: nn.Module, units: object) -> dict[nn.Module, Triggers]:
+    """Return the block's triggers for each module inside a block. The innermost named class wins."""
     if isinstance(units, int):
         return {m: tuple(group) for group in _blocks_of_size(model, units) for m in group}
     blocks = _repeated_blocks(model) if units == "auto" else _blocks_of_classes(model, units)  # type: ignore[arg-type]
-    homes: dict[nn.Module, tuple[nn.Module, ...]] = {inner: (block,) for block in blocks for inner in block.modules()}
+    homes: dict[nn.Module, Triggers] = {inner: (block,) for block in blocks for inner in block.modules()}
     # Tiles of a matrix that is too large to be whole come and go one by one, whatever they stand in.
     return homes | {module: (module,) for module in model.modules() if getattr(module, "is_tile", False) is True}
 
@@ -197,28 +203,30 @@ def plan_units(
     for parameter in ignored_parameters(model, ignored):
         del names[parameter]
     homes = _homes(model, units)
-    module_names = {m: n for n, m in model.named_modules()}
-    members: dict[tuple[tuple[nn.Module, ...], torch.dtype, bool], list[nn.Parameter]] = {}
-    alone: set[tuple[nn.Module, ...]] = set()
+    module_names = {m: n or "(model)" for n, m in model.named_modules()}
+    members: dict[tuple[Triggers, torch.dtype, bool], list[nn.Parameter]] = {}
     for parameter in names:
-        home = {homes.get(owner) for owner in owners[parameter]}
-        triggers = next(iter(home)) if len(home) == 1 else None
-        if triggers is None:
-            triggers = tuple(owners[parameter])
-            if triggers not in set(homes.values()):
-                alone.add(triggers)
-        converts = (
-            compute_dtype is not None and parameter.is_floating_point() and not _of_running_norms(owners[parameter])
-        )
-        own = _REAL.get(parameter.dtype, parameter.dtype)
-        dtype = compute_dtype if compute_dtype is not None and converts else own
+        triggers = _triggers(owners[parameter], homes)
+        dtype = _held_dtype(parameter, owners[parameter], compute_dtype)
         members.setdefault((triggers, dtype, parameter.requires_grad), []).append(parameter)
-    plans = []
-    for (triggers, dtype, trainable), params in members.items():
-        name = "+".join(module_names[m] or "(model)" for m in triggers)
-        plans.append(
-            UnitPlan(
-                name, params, [names[p] for p in params], list(triggers), dtype, trainable, alone=triggers in alone
-            )
+    blocks = set(homes.values())
+    return [
+        UnitPlan(
+            "+".join(module_names[m] for m in triggers), params, [names[p] for p in params], list(triggers), dtype,
+            trainable, alone=triggers not in blocks,
         )
-    return plans
+        for (triggers, dtype, trainable), params in members.items()
+    ]  # fmt: skip
+
+
+def _triggers(owners: list[nn.Module], homes: dict[nn.Module, Triggers]) -> Triggers:
+    """Return the triggers of a parameter: those of the one block that has all its owners, else the owners."""
+    found = {homes.get(owner) for owner in owners}
+    home = next(iter(found)) if len(found) == 1 else None
+    return tuple(owners) if home is None else home
+
+
+def _held_dtype(parameter: nn.Parameter, owners: list[nn.Module], compute_dtype: torch.dtype | None) -> torch.dtype:
+    if compute_dtype is not None and parameter.is_floating_point() and not _of_running_norms(owners):
+        return compute_dtype
+    return _REAL.get(parameter.dtype, parameter.dtype)

@@ -40,11 +40,11 @@ from zeropp.errors import Error
 from zeropp.files import io_settings
 from zeropp.files.heap_trim import HeapTrim
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
-from zeropp.zero.model.autocast import WrappedCall
+from zeropp.zero.formulas import PAGE_BYTES, in_pages
+from zeropp.zero.model.forward import WrappedCall
 from zeropp.zero.model_state import ActivationStore, Bytes, ModelState
-from zeropp.zero.offload.storage import disk_traffic
+from zeropp.zero.offload.storage import disk_traffic, end_store
 
-PAGE_BYTES = 4096
 MIN_BYTES = 64 << 10
 """Storages below stay in memory."""
 WAITING_BYTES = 64 << 20
@@ -135,7 +135,7 @@ class _Extents:
         self._free: list[tuple[int, int]] = []  # (offset, bytes), ascending
 
     def take(self, size: int) -> int:
-        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        size = in_pages(size)
         for at, (offset, capacity) in enumerate(self._free):
             if capacity >= size:
                 self._free[at : at + 1] = [(offset + size, capacity - size)] if capacity > size else []
@@ -144,7 +144,7 @@ class _Extents:
         return self.end - size
 
     def give(self, offset: int, size: int) -> None:
-        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        size = in_pages(size)
         at = sum(1 for one in self._free if one[0] < offset)
         if at < len(self._free) and self._free[at][0] == offset + size:
             size += self._free.pop(at)[1]
@@ -197,8 +197,8 @@ class ActivationFile(ActivationStore):
             scratch.remove()
             raise
         self._waited = [0]  # ns
-        self._number = disk_traffic.add(functools.partial(_moved, self._io, self._waited))
-        self._end = weakref.finalize(self, _end, self._io, self._number, scratch, os.getpid())
+        number = disk_traffic.add(functools.partial(_moved, self._io, self._waited))
+        self._end = weakref.finalize(self, end_store, self._io.abort, number, scratch, os.getpid())
 
     def _open(self) -> None:
         depth, block_bytes = io_settings.shape(self._folders, STRIPE_BYTES) or (None, None)
@@ -230,22 +230,22 @@ class ActivationFile(ActivationStore):
         """``call(*args, **kwargs)``, with what autograd saves in it offloaded."""
         if self._closed or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return call(*args, **kwargs)
-        given = tree_leaves((args, kwargs))
-        kept = [one for one in given if isinstance(one, Tensor) and one.device.type == "cpu"]
-        kept += [one for one in module.buffers() if one.device.type == "cpu"]
-        stays = {one.untyped_storage().data_ptr() for one in kept if type(one) in (Tensor, nn.Parameter)}
+        stays = _storages_kept_anyway(module, args, kwargs)
         with self._lock:
             self._stays = stays | set(self._units)
-        shared = innermost_partition()  # ranks that hold the same keep a part each, and that goes to the file
-        hooks = (self._pack, self._unpack) if shared is None else (shared.pack, shared.unpack)
-        if "torch._dynamo" in sys.modules:  # it compiles every frame that runs below a compiled module, hooks too
-            hooks = tuple(torch._dynamo.disable(hook) for hook in hooks)
         before, _running.tier = running(), self
         try:
-            with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            with torch.autograd.graph.saved_tensors_hooks(*self._hooks()):
                 return call(*args, **kwargs)
         finally:
             _running.tier = before
+
+    def _hooks(self) -> Any:
+        shared = innermost_partition()  # ranks that hold the same keep a part each, and that goes to the file
+        hooks = (self._pack, self._unpack) if shared is None else (shared.pack, shared.unpack)
+        if "torch._dynamo" in sys.modules:  # it compiles every frame that runs below a compiled module, hooks too
+            return tuple(torch._dynamo.disable(hook) for hook in hooks)
+        return hooks
 
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -418,6 +418,13 @@ class ActivationFile(ActivationStore):
             }  # fmt: skip
 
 
+def _storages_kept_anyway(module: nn.Module, args: Any, kwargs: Any) -> set[int]:
+    """Return the addresses of storages that live longer than the forward: of its arguments and of the module's buffers."""
+    kept = [one for one in (*tree_leaves((args, kwargs)), *module.buffers()) if isinstance(one, Tensor)]
+    plain = (one for one in kept if one.device.type == "cpu" and type(one) in (Tensor, nn.Parameter))
+    return {one.untyped_storage().data_ptr() for one in plain}
+
+
 def _page_aligned(memory: Tensor, size: int) -> Tensor:
     """``size`` bytes that begin at a page, so that whole pages are read straight into them."""
     first = -memory.data_ptr() % PAGE_BYTES
@@ -426,13 +433,6 @@ def _page_aligned(memory: Tensor, size: int) -> Tensor:
 
 def _moved(io: aio.Engine, waited: list[int]) -> dict[str, Any]:
     return {**io.figures(), "waited_ns": waited[0]}
-
-
-def _end(io: aio.Engine, number: int, scratch: Scratch, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child leaves its parent's files alone
-        disk_traffic.close(number)
-        io.abort()
-        scratch.remove()
 
 
 class OffloadingCall(WrappedCall):

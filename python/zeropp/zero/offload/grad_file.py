@@ -15,7 +15,7 @@ from zeropp.comm.collective import Ranks
 from zeropp.config import Tier
 from zeropp.errors import Error, TierError
 from zeropp.files.scratch import Scratch
-from zeropp.zero.formulas import PAGE_BYTES, split
+from zeropp.zero.formulas import in_pages, split
 from zeropp.zero.model_state import Bytes, GradStore, ModelState, Unit
 from zeropp.zero.offload.storage import FileStore, io_shape, warn
 
@@ -88,7 +88,7 @@ class GradFile(FileStore, GradStore):
                 own = unit.shard_elems * unit.grad_dtype.itemsize
                 for _ in range(self.places):
                     total += max(0, offset + own - max(offset, resident_bytes))
-                    offset += -(-own // PAGE_BYTES) * PAGE_BYTES
+                    offset += in_pages(own)
         return total // self.places
 
     def second_bytes(self, engine: ModelState) -> int:

@@ -21,11 +21,11 @@ from zeropp.config import Folders, facts_of, folders
 from zeropp.errors import ConfigError, Error
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
 from zeropp.zero.engine import Engine
+from zeropp.zero.formulas import in_pages
 from zeropp.zero.model_state import Bytes, ModelState, StateStore, Unit
 from zeropp.zero.step import custom
 
 PLACES = ("device", "cpu", "nvme")
-ALIGNED_BYTES = 4096
 
 
 def offload_states(*, optimizer: Any, to: str = "cpu", path: Folders | None = None) -> int:
@@ -138,7 +138,7 @@ class OffloadedStates(StateStore):
                     files.write(values, "states", at)
                 else:
                     files.read(values, "states", at).wait()
-                at += -(-one.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+                at += in_pages(one.nbytes)
 
     def reload(self) -> int:
         engine = self._engine()

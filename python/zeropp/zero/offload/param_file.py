@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import nn
 
 from zeropp.comm.collective import Ranks
 from zeropp.config import Tier
 from zeropp.errors import ConfigError
 from zeropp.files.scratch import Scratch
 from zeropp.zero.model_state import Bytes, ModelState, ParamStore, Unit
-from zeropp.zero.offload import weight_quant
 from zeropp.zero.offload.storage import FileStorage, FileStore, StreamedValues, io_shape, warn
 
 
@@ -38,15 +36,17 @@ class ParamFile(FileStore, ParamStore):
 
     in_file = True
 
-    def __init__(self, engine: ModelState, tier: Tier, storage: FileStorage, quantised: set[nn.Parameter]) -> None:
+    copy_each_host = False
+    """True if each of several hosts has a whole copy of the parameters; False: each rank has a file with its shards."""
+
+    def __init__(self, engine: ModelState, tier: Tier, storage: FileStorage) -> None:
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
-        self.stored, self._quantised, self._checksums = engine.config.stored_name, quantised, tier.checksums
-        self.in_memory = tier.kind != "nvme"
-        apart = engine.comm is not None and engine.comm.hosts > 1
-        self._owners = engine.ranks if apart and self.stored is None else 0  # of a file each
+        self.in_memory, self._checksums = tier.kind != "nvme", tier.checksums
+        several_hosts = engine.comm is not None and engine.comm.hosts > 1
+        self._owners = engine.ranks if several_hosts and not self.copy_each_host else 0  # of a file each
         self.shared = not self._owners
         """True if the file, and what is read from it, is one for all ranks of the host."""
-        here = engine.comm.host_ranks if apart and self.stored is not None else range(engine.ranks)
+        here = engine.comm.host_ranks if several_hosts and self.copy_each_host else range(engine.ranks)
         self.ranks, self._writer = len(here), here[0]
         """How many ranks have one copy of the parameters together, and which of them fills a copy that they share."""
         self._figures = self._zero.params_figures
@@ -104,16 +104,8 @@ class ParamFile(FileStore, ParamStore):
     def writes(self, rank: int) -> bool:
         return rank == self._writer
 
-    def require_exact(self, what: str) -> None:
-        if self.stored is not None:
-            weight_quant.refuse(what, self.stored)
-
-    def refuse_training(self, model: nn.Module) -> None:
-        if self.stored is not None:
-            weight_quant.refuse_training(model, self.stored)
-
     def own_shard(self, unit: Unit) -> torch.Tensor:
-        self.require_exact("slices of exact parameters are asked for")
+        self.require_exact("shards of exact parameters are asked for")
         read = functools.partial(self._read, unit)
         return cast(torch.Tensor, StreamedValues(read, self.storage, unit.dtype, unit.shard.numel()))
 
@@ -144,15 +136,7 @@ class ParamFile(FileStore, ParamStore):
 
     def _planned(self, units: list[Unit], whole_bytes: int) -> tuple[float, float]:
         """Return (bytes in memory, bytes in the file) of the parameters, of all ranks that have one copy together."""
-        if self.stored is None:
-            return whole_bytes * (1 - self.fraction), whole_bytes * self.fraction
-        resident_end = self._resident_end()
-        exact = [unit for unit in units if unit.whole.data_ptr() < resident_end]
-        values = sum(entry.numel * unit.dtype.itemsize for unit in exact for entry in unit.params)
-        quantised = [unit for unit in units if unit.whole.data_ptr() >= resident_end]
-        qcopies = weight_quant.kept_bytes(quantised, self._quantised, weight_quant.BITS[self.stored])
-        in_file = 0.0 if self.in_memory else qcopies * self.fraction
-        return values + qcopies - in_file, in_file
+        return whole_bytes * (1 - self.fraction), whole_bytes * self.fraction
 
     def held_bytes(self, engine: ModelState) -> Bytes:
         seen = self.figures()
@@ -168,10 +152,7 @@ class ParamFile(FileStore, ParamStore):
 
     def bytes_in_file(self, units: list[Unit]) -> int:
         """Return the bytes of the parameters themselves, without what rounds them up, of `ranks` ranks together."""
-        if self.stored is not None:
-            seen = self.figures()
-            return int(seen["qcopies_bytes"]) - int(seen["qcopies_held_bytes"])
-        resident_end, total = self._resident_end(), 0
+        resident_end, total = self.resident_end(), 0
         for unit in (unit for unit in units if unit.in_file):
             if self._owners:  # every rank has as much in its file
                 begin = self._shard_address(unit)
@@ -184,13 +165,13 @@ class ParamFile(FileStore, ParamStore):
                 total += max(0, end - max(begin, resident_end))
         return total
 
-    def _resident_end(self) -> int:
+    def resident_end(self) -> int:
         """Return the address in the mapping below which parameters stay in memory."""
         seen = self.figures()
         return int(seen["mapping_address"]) + int(seen["resident_bytes"])
 
     def resident_elems(self, unit: Unit) -> int:
-        resident = self._resident_end() - self._shard_address(unit)
+        resident = self.resident_end() - self._shard_address(unit)
         return int(min(max(0, resident) // unit.dtype.itemsize, unit.shard.numel()))
 
     @staticmethod

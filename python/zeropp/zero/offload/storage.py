@@ -69,11 +69,7 @@ class FileStorage(Storage):
         Where some shards were stepped and others not, here or elsewhere, everything but a load is refused from then on.
         A rank that was interrupted after its step raises alone: nothing is inconsistent.
         """
-        steps = self._core.step_state()[0]
-        is_inconsistent = any(check() for check in self.checks)
-        state = "inconsistent" if is_inconsistent else "stepped" if steps != self._steps else "unchanged"
-        self._steps = steps
-        mine = {"state": state, "kind": "" if error is None else type(error).__name__, "said": str(error)}
+        mine = {"state": self._state(), "kind": "" if error is None else type(error).__name__, "said": str(error)}
         every = self._ranks.exchange(mine)
         states = {one["state"] for one in every}
         failed = [(rank, one) for rank, one in enumerate(every) if one["kind"]]
@@ -85,6 +81,13 @@ class FileStorage(Storage):
             rank, one = failed[0]
             kind = TierError if one["kind"] == TierError.__name__ else Error
             raise kind(f"rank {rank}: {one['said'] or one['kind']}")
+
+    def _state(self) -> str:
+        """Return what the step since the last call made of this rank's states."""
+        before, self._steps = self._steps, self._core.step_state()[0]
+        if any(check() for check in self.checks):
+            return "inconsistent"
+        return "stepped" if self._steps != before else "unchanged"
 
     def mark_inconsistent(self, reason: str) -> None:
         self._unloaded = set(self._trainable)
@@ -183,7 +186,7 @@ def warn(warning: str) -> None:
 
 
 class StreamedValues:
-    """Like a 1-D tensor to those who write it to a file: it has a shape, slices, and ``parts`` in place of data.
+    """Values that code which writes them to a file can use as a 1-D tensor: they have a shape, slices, and ``parts`` in place of data.
 
     Args:
         read: ``read(first, elems)`` returns a copy of some elements.
@@ -200,12 +203,6 @@ class StreamedValues:
 
     def numel(self) -> int:
         return self._elems
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
 
     def detach(self) -> StreamedValues:
         return self

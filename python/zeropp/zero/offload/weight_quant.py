@@ -9,20 +9,23 @@ everything else is kept as it is.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import functools
+from collections.abc import Iterable
 
-import torch
 from torch import nn
 
+from zeropp.config import Tier
 from zeropp.errors import Error
-from zeropp.zero.model_state import Unit
+from zeropp.zero.model_state import ModelState, Unit
+from zeropp.zero.offload.param_file import ParamFile
+from zeropp.zero.offload.storage import FileStorage
 
 BLOCK_ELEMS = 64
 BITS = {"int8": 8, "int4": 4}
 
 
 def matrices(model: nn.Module) -> set[nn.Parameter]:
-    """The weights of linear layers and of experts that nothing else uses: a head that is the embedding, too, stays as it is."""
+    """Return the weights of linear layers and of experts that nothing else uses: a head that is the embedding, too, stays as it is."""
     uses: dict[nn.Parameter, bool] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -54,35 +57,62 @@ def quantised_bytes(elems: int, bits: int) -> int:
     return -(-elems * bits // 8) + 4 * -(-elems // BLOCK_ELEMS)
 
 
-def kept_bytes(units: list[Unit], quantised: set[nn.Parameter], bits: int) -> int:
-    """Return the bytes of these units: of codes and scales of ``quantised``, and of the other parameters as they are."""
-    total = 0
-    for unit in units:
-        for entry in unit.params:
-            if entry.param in quantised:
-                total += quantised_bytes(entry.numel, bits)
-            else:
-                total += entry.numel * unit.dtype.itemsize
-    return total
+def kept_bytes(
+    params: Iterable[tuple[nn.Parameter, int]], elem_bytes: int, matrices: set[nn.Parameter], bits: int
+) -> int:
+    """Return the bytes of the parameters of one unit: codes and scales of those in ``matrices``, the others as they are.
+
+    Args:
+        params: (parameter, elements).
+        elem_bytes: of an element that is kept as it is.
+    """
+    return sum(quantised_bytes(n, bits) if p in matrices else n * elem_bytes for p, n in params)
 
 
-def refuse_training(model: nn.Module, stored: str) -> None:
-    """A backward that reaches a parameter raises: its gradient would be of rounded weights, and nobody could take it."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_Refusal(name, stored))
+class QuantisedParams(ParamFile):
+    """Parameters of which the matrices are quantised copies, in a scratch file or in memory. A copy on each host.
+
+    Args:
+        tier: as for :class:`ParamFile`; kind "cpu": in memory, and there is no file.
+        quantised: what :func:`matrices` returned.
+    """
+
+    copy_each_host = True
+
+    def __init__(self, engine: ModelState, tier: Tier, storage: FileStorage, quantised: set[nn.Parameter]) -> None:
+        name = engine.config.stored_name
+        assert name is not None
+        self._name, self._quantised = name, quantised
+        super().__init__(engine, tier, storage)
+
+    def require_exact(self, what: str) -> None:
+        _refuse(what, self._name)
+
+    def refuse_training(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                what = f"backward reached parameter '{name}'"
+                parameter.register_post_accumulate_grad_hook(functools.partial(_refuse, what, self._name))
+
+    def _planned(self, units: list[Unit], whole_bytes: int) -> tuple[float, float]:
+        resident_end = self.resident_end()
+        exact = [unit for unit in units if unit.whole.data_ptr() < resident_end]
+        values = sum(entry.numel * unit.dtype.itemsize for unit in exact for entry in unit.params)
+        qcopies = sum(self._qcopy_bytes(unit) for unit in units if unit.whole.data_ptr() >= resident_end)
+        in_file = 0.0 if self.in_memory else qcopies * self.fraction
+        return values + qcopies - in_file, in_file
+
+    def _qcopy_bytes(self, unit: Unit) -> int:
+        params = ((entry.param, entry.numel) for entry in unit.params)
+        return kept_bytes(params, unit.dtype.itemsize, self._quantised, BITS[self._name])
+
+    def bytes_in_file(self, units: list[Unit]) -> int:
+        seen = self.figures()
+        return int(seen["qcopies_bytes"]) - int(seen["qcopies_held_bytes"])
 
 
-class _Refusal:
-    def __init__(self, name: str, stored: str) -> None:
-        self._name, self._stored = name, stored
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        refuse(f"backward reached parameter '{self._name}'", self._stored)
-
-
-def refuse(what: str, stored: Any) -> NoReturn:
-    """Raises zeropp.Error."""
+def _refuse(what: str, stored: str, _: object = None) -> None:
+    """Raise zeropp.Error. The third argument is the parameter of a gradient hook."""
     raise Error(
         f"{what}, but this model's weights are kept in {stored} for inference (Precision(stored={stored!r})) and are rounded; "
         "prepare it without, or go back to the checkpoint that it came from"

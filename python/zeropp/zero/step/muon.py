@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon as torch_muon
 
+from zeropp.comm.group import OP_CODES, dtype_code
 from zeropp.errors import ConfigError
 from zeropp.ops import adam_step_
 from zeropp.zero.step.onebit import CollectiveStep, Slot
@@ -112,10 +113,7 @@ class Muon(CollectiveStep):
             )
         if engine.ranks == 1:
             return made
-        from zeropp.comm import dtype_code  # every element has one owner, so sums are exact
-        from zeropp.comm.group import OP_CODES
-
-        code, add = dtype_code(torch.bfloat16), OP_CODES["sum"]
+        code, add = dtype_code(torch.bfloat16), OP_CODES["sum"]  # every element has one owner, so sums are exact
         if engine.local:
             engine.comm.all_reduce(made.data_ptr(), made.numel(), code, add)
             return made

@@ -234,12 +234,10 @@ class ZeroOneAdam(Adam):
         slot.extra.clear()
 
     def _step_locally(self, slot: Slot, steps: list[int], scale: float, rate: float) -> Tensor:
-        """A step along this rank's own momentum; what it moved since the ranks last agreed."""
+        """Step along this rank's own momentum. Return what was moved since the ranks had equal parameters."""
         assert self.engine.local, "local steps are for stage 0"
         unit, momentum, variance = slot.unit, slot.state("exp_avg"), slot.state("exp_avg_sq")
-        if "moved" not in slot.extra:
-            slot.extra |= {"moved": torch.zeros(unit.elems), "anchor": unit.own.clone()}
-            slot.extra["stepped"] = torch.zeros(len(unit.params), dtype=torch.float64)  # the rates of each one's steps
+        self._begin_locally(slot)
         slot.extra["stepped"] += rate * torch.tensor(slot.present, dtype=torch.float64)
         whole = {
             "params": unit.own, "exp_avgs": momentum, "exp_avg_sqs": variance, "moved": slot.extra["moved"],
@@ -262,6 +260,14 @@ class ZeroOneAdam(Adam):
             if not there:  # its momentum stands as it is, and goes on as such when the ranks agree
                 spans["moved"][param].add_(spans["exp_avgs"][param], alpha=rate)
         return slot.extra["moved"]
+
+    @staticmethod
+    def _begin_locally(slot: Slot) -> None:
+        if "moved" not in slot.extra:
+            slot.extra |= {"moved": torch.zeros(slot.unit.elems), "anchor": slot.unit.own.clone()}
+            slot.extra["stepped"] = torch.zeros(
+                len(slot.unit.params), dtype=torch.float64
+            )  # the rates of each one's steps
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
