@@ -7,7 +7,7 @@
 #   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
 #   make fuzz     every tests/fuzz/*.c for FUZZ_SECONDS (20)
 #   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
-#   make wheel    a cp310-abi3 wheel in dist/
+#   make wheel    a cp310-abi3 wheel in dist/, with CUDA kernels for sm_75 to sm_120
 #   make clean    what builds made (not .venv, not out/)
 #
 # PYTHON= picks the interpreter, TORCH_INDEX= another index of torch wheels (see scripts/venv.sh).
@@ -57,8 +57,10 @@ fuzz: $(VENV)/.installed-test
 bench: build-bench
 	$(PY) benchmarks/run.py $(NAME)
 
-wheel: $(VENV)/.installed-test
-	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+# Every wheel has the CUDA kernels: where no nvcc is installed, PyPI's is (the extra `cuda`).
+HAVE_NVCC = $(shell command -v nvcc || ls $${CUDA_HOME:-/usr/local/cuda}/bin/nvcc 2>/dev/null)
+wheel: $(VENV)/.installed-test $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
+	ZEROPP_KERNELS=1 $(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(PY) -m abi3audit --strict --report dist/zeropp-*.whl >/dev/null
 	@ls dist/zeropp-*.whl
 

@@ -5,8 +5,9 @@ One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_avx512.c
 common. ``*_isa.c`` is compiled once for each instruction set (csrc/ops/isa.h). torch is not imported and not needed: what
 the extension uses of libtorch it looks up when it is imported. Python is used through its limited API, so one wheel (cp310-abi3) serves every Python >= 3.10.
 
-Found and used when present, left out when absent: nvcc (``*_cuda.cu`` become fat binaries inside the extension) and
-liburing (linked statically). Variables: ``CC``, ``CFLAGS``, ``LDFLAGS`` as usual; ``NVCC`` (empty: none);
+Found and used when present, left out when absent: nvcc (``*_cuda.cu`` become fat binaries inside the extension; the
+extra ``cuda`` brings one from PyPI) and liburing (linked statically). Variables: ``CC``, ``CFLAGS``, ``LDFLAGS`` as
+usual; ``NVCC`` (empty: none); ``ZEROPP_KERNELS=1``: a build without CUDA kernels, or without one of GPU_CODE, fails;
 ``ZEROPP_JOBS`` compilers at once (2); ``ZEROPP_WERROR=0`` lets warnings pass.
 """
 
@@ -21,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,6 +51,9 @@ ISA_FLAGS = {
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last for what comes after
+# What `ptxas -v` says of a kernel, on two lines.
+COMPILED = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 class BuildError(Exception):
@@ -112,11 +116,18 @@ def liburing() -> tuple[list[str], list[str]]:
     return ["-DZPP_HAVE_URING=1", *cflags.split()], [str(archive)]
 
 
+def needs_kernels() -> bool:
+    return os.environ.get("ZEROPP_KERNELS") == "1"
+
+
 def nvcc_path() -> str | None:
+    """The variable, a toolkit of this machine, or what the wheels of the extra ``cuda`` put beside Python's packages."""
     if "NVCC" in os.environ:
         return os.environ["NVCC"] or None
-    beside = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    return shutil.which("nvcc") or (str(beside) if beside.is_file() else None)
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu1*/bin/nvcc"), reverse=True)
+    found = [str(path) for path in (toolkit, *wheels) if path.is_file()]
+    return shutil.which("nvcc") or (found[0] if found else None)
 
 
 def gpu_flags(nvcc: str) -> list[str]:
@@ -125,6 +136,11 @@ def gpu_flags(nvcc: str) -> list[str]:
     usable = [arch for arch in GPU_CODE if f"sm_{arch}" in known]
     if not usable:
         raise BuildError(f"{nvcc}: knows none of sm_{GPU_CODE}; wanted CUDA >= 11.8, or NVCC= to build without kernels")
+    if needs_kernels() and len(usable) < len(GPU_CODE):
+        raise BuildError(
+            f"{nvcc}: compiles for sm_{usable} and ZEROPP_KERNELS=1 asks for all of sm_{GPU_CODE}; wanted CUDA 13.0: "
+            "pip install 'zeropp[cuda]' brings it, and CUDA_HOME or PATH must name no older one"
+        )
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in usable]
     return [*flags, f"-gencode=arch=compute_{usable[-1]},code=compute_{usable[-1]}"]
 
@@ -133,6 +149,26 @@ def toolkit_version(nvcc: str) -> int:
     """As the driver counts: 13000 for CUDA 13.0."""
     found = re.search(r"release (\d+)\.(\d+)", quietly([nvcc, "--version"]) or "")
     return int(found.group(1)) * 1000 + int(found.group(2)) * 10 if found else 0
+
+
+def spills(output: str) -> list[str]:
+    """Return "kernel for architecture: bytes" of every kernel that `ptxas -v` reports to keep registers in memory."""
+    found, kernel = [], "?"
+    for line in output.splitlines():
+        if compiled := COMPILED.search(line):
+            kernel = f"{compiled[1]} for {compiled[2]}"
+        spilled = SPILLED.search(line)
+        if spilled and spilled[1] != "0":
+            found.append(f"{kernel}: {spilled[1]} bytes stored, {spilled[2]} bytes loaded")
+    return found
+
+
+def refuse_spills(output: str) -> None:
+    if found := spills(output):
+        raise BuildError(
+            f"a CUDA kernel spills registers to memory, wanted none: {'; '.join(found)}. Give it fewer live values, or "
+            "more registers by the second number of its __launch_bounds__"
+        )
 
 
 def write_if_changed(path: Path, text: str) -> None:
@@ -172,13 +208,15 @@ class Builder:
         # Which compiler "cc" is belongs to the command: another one must not reuse its objects.
         self.identity = quietly([*self.cc, "--version"]) or ""
 
-    def make(self, target: Path, command: list[str], name: str) -> Path:
+    def make(
+        self, target: Path, command: list[str], name: str, check: Callable[[str], None] = lambda output: None
+    ) -> Path:
         stamp = shlex.join(command) + "\n" + self.identity
         if not up_to_date(target, stamp):
             target.parent.mkdir(parents=True, exist_ok=True)
             sys.stdout.write(f"  {name}\n")  # one write: print makes two, and compilers run side by side
             sys.stdout.flush()
-            run(command)
+            check(run(command))  # one that fails leaves no stamp, so it is not up to date
             target.with_suffix(".cmd").write_text(stamp)
         return target
 
@@ -200,9 +238,10 @@ class Builder:
     def fatbin(self, nvcc: str, arch: list[str], source: Path) -> Path:
         relative = source.relative_to(ROOT)
         target = self.folder / relative.with_suffix(".cu.fatbin")  # X_cuda.c lies beside X_cuda.cu: X_cuda.d is its own
-        flags = [*arch, "-O3", "-std=c++17", "-fmad=false", "--threads=2", "-Werror=all-warnings"]
+        flags = [*arch, "-O3", "-std=c++17", "-fmad=false", "--threads=2", "-Werror=all-warnings", "-Xptxas=-v"]
         outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(relative), "-o", str(target)]
-        return self.make(target, [nvcc, *flags, *outputs], f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)")
+        name = f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)"
+        return self.make(target, [nvcc, *flags, *outputs], name, refuse_spills)
 
     def embedded(self, nvcc: str, images: list[tuple[Path, Path]]) -> list[Path]:
         """Objects that hold the fat binaries and the table of them, which csrc/base/cuda_images.h declares."""
@@ -232,6 +271,11 @@ class Builder:
     def cuda_objects(self) -> list[Path]:
         sources = sorted(CSRC.rglob("*_cuda.cu"))
         nvcc = nvcc_path()
+        if not nvcc and needs_kernels():
+            raise BuildError(
+                "no nvcc (PATH, CUDA_HOME, wheels of this Python), and ZEROPP_KERNELS=1 asks for CUDA kernels: "
+                "pip install 'zeropp[cuda]' brings one, or leave the variable out to build without kernels"
+            )
         if not sources or not nvcc:
             return []
         arch = gpu_flags(nvcc)

@@ -6,7 +6,8 @@
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
-#define KERNEL extern "C" __global__ void __launch_bounds__(ZPP_LAMB_CUDA_THREADS)
+/* Three blocks a processor: left to itself, ptxas takes 64 registers and spills. */
+#define KERNEL extern "C" __global__ void __launch_bounds__(ZPP_LAMB_CUDA_THREADS, 3)
 #endif
 
 #include "lamb_cuda.h"

@@ -11,7 +11,8 @@
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
-#define KERNEL extern "C" __global__ void __launch_bounds__(ZPP_ROWS_CUDA_THREADS)
+/* Eight blocks a processor: left to itself, ptxas takes 32 registers for more of them, and spills. */
+#define KERNEL extern "C" __global__ void __launch_bounds__(ZPP_ROWS_CUDA_THREADS, 8)
 #endif
 
 #include "../copy_words_cuda.h"

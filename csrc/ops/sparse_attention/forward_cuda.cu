@@ -7,7 +7,8 @@
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
-#define KERNEL extern "C" __global__ void __launch_bounds__(ZPP_SPARSE_CUDA_THREADS)
+/* One block a processor at least: left to itself, ptxas saves registers for more of them, and spills. */
+#define KERNEL extern "C" __global__ void __launch_bounds__(ZPP_SPARSE_CUDA_THREADS, 1)
 #endif
 
 #include <float.h>
