@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "accelerator.h"
 #include "op_entries.h"
 
 enum { LABEL_BYTES = 64, DTYPES_BYTES = 96 };
@@ -45,14 +46,16 @@ static bool check_place(struct zpp_boxed *args, const char *name, const struct z
 }
 
 void zpp_op_on_cuda(struct zpp_boxed *args, const struct zpp_tensor *first) {
-    const int32_t cuda = zpp_torch.aoti_torch_device_type_cuda();
-    const bool there = first && first->device_type == cuda && first->device_index >= 0;
-    args->place = (struct zpp_place){ cuda, there ? first->device_index : 0 };
+    const bool there = first && zpp_accelerator_has(first->device_type) && first->device_index >= 0;
+    args->place = there ? (struct zpp_place){ first->device_type, first->device_index }
+                        : (struct zpp_place){ zpp_torch.aoti_torch_device_type_cuda(), 0 };
 }
 
 bool zpp_op_find_stream(struct zpp_boxed *args, struct zpp_op_stream *on) {
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_op_cuda(args->place.device_index, &on->device, &on->native, &err) == ZPP_OK) return true;
+    const zpp_status status = zpp_accelerator_current(args->place.device_type, args->place.device_index, &on->device,
+                                                      &on->native, &err);
+    if (status == ZPP_OK) return true;
     return zpp_boxed_fail(args, "%s", err.text);
 }
 

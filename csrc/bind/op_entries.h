@@ -37,8 +37,4 @@ zpp_status zpp_op_pool_create(int threads, zpp_pool **out, struct zpp_err *err);
 zpp_pool *zpp_op_pool_take(void);
 void zpp_op_pool_give(zpp_pool *pool);
 
-/* Our device for torch's device `index`, made once and kept for the life of the process, and torch's current stream
- * there. NOT_BUILT without a driver, or in a torch without CUDA. Any thread. */
-zpp_status zpp_op_cuda(int32_t index, zpp_device **device, void **stream, struct zpp_err *err);
-
 #endif

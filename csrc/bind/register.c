@@ -5,6 +5,7 @@
 #include <Python.h>
 #include <string.h>
 
+#include "accelerator.h"
 #include "op_entries.h"
 #include "schema.h"
 
@@ -51,7 +52,11 @@ static PyObject *load_torch(PyObject *module, PyObject *none) {
     }
     const char *unknown = zpp_schema_read_all();
     if (unknown) return PyErr_Format(PyExc_ImportError, "%s: its schema has an argument of no known type", unknown);
-    if (define_all() || implement_all("CPU", false) || implement_all("CUDA", true)) {
+    AOTITorchError failed = define_all() || implement_all("CPU", false);
+    for (size_t row = 0; !failed && zpp_accelerator_key(row); ++row) {
+        failed = implement_all(zpp_accelerator_key(row), true);
+    }
+    if (failed) {
         PyErr_SetString(PyExc_ImportError, "libtorch refused to register the operators of zeropp (its reason is on "
                         "stderr): is another copy of zeropp loaded in this process?");
         return NULL;

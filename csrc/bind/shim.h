@@ -27,6 +27,7 @@ extern "C" {
 typedef struct AtenTensorOpaque *AtenTensorHandle;
 typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 typedef struct StableListOpaque *StableListHandle;
+typedef struct StreamOpaque *StreamHandle;
 typedef int32_t AOTITorchError; /* 0: done */
 typedef uint64_t StableIValue;  /* an argument of an op: a handle, or the bits of a number in its low bytes */
 
