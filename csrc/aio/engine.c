@@ -116,8 +116,7 @@ static zpp_status submit_to(zpp_aio *aio, struct zpp_file *file, const struct zp
     zpp_status status = ZPP_OK;
     pthread_mutex_lock(&aio->lock);
     if (aio->broken) {
-        if (err) *err = aio->broken_err;
-        status = aio->broken;
+        status = zpp_fail_again(err, &aio->broken_err);
     } else if (aio->stopping) {
         status = zpp_fail(err, ZPP_STATE, "aio: the engine is closed");
     } else if (!begin(aio, request, file)) {
@@ -207,10 +206,7 @@ static zpp_status wait_locked(zpp_aio *aio, zpp_aio_request *request, const stru
 }
 
 static zpp_status outcome(const zpp_aio_request *request, struct zpp_err *err) {
-    if (request->failure) {
-        if (err) *err = request->failure->err;
-        return request->failure->err.status;
-    }
+    if (request->failure) return zpp_fail_again(err, &request->failure->err);
     if (!request->cancelled || request->taken_bytes == request->bytes) return ZPP_OK;
     return zpp_fail(err, ZPP_ABORTED, "aio: %s of %zu bytes at offset %" PRIu64 " was cancelled",
                     request->write ? "a write" : "a read", request->bytes, request->offset_bytes);
@@ -340,9 +336,8 @@ zpp_status zpp_aio_flush(zpp_aio *aio, bool durable, const struct zpp_wait *wait
     aio->write_failure = NULL;
     pthread_mutex_unlock(&aio->lock);
     if (failure) {
-        status = failure->err.status;
         *fault = failure->fault;
-        if (err) *err = failure->err;
+        status = zpp_fail_again(err, &failure->err);
         free(failure);
         return status;
     }

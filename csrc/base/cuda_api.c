@@ -48,10 +48,7 @@ static void load(void) {
 
 zpp_status zpp_cuda_api(const struct zpp_cuda_api **out, struct zpp_err *err) {
     pthread_once(&once, load);
-    if (failure.status != ZPP_OK) {
-        if (err) *err = failure;
-        return failure.status;
-    }
+    if (failure.status != ZPP_OK) return zpp_fail_again(err, &failure);
     *out = &functions;
     return ZPP_OK;
 }

@@ -78,6 +78,28 @@ zpp_status zpp_host_record(zpp_event *event, zpp_stream *stream, struct zpp_err 
 zpp_status zpp_host_wait(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
 zpp_status zpp_host_sync(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
 
+/* The rows of a device's table that all host devices share; name, memory and stream_create are the device's own. */
+#define ZPP_HOST_DEVICE_FUNCTIONS \
+    .pin = zpp_host_pin, \
+    .unpin = zpp_host_unpin, \
+    .map_grain = zpp_host_map_grain, \
+    .map_wrapped = zpp_host_map_wrapped, \
+    .unmap_wrapped = zpp_host_unmap_wrapped, \
+    .stream_destroy = zpp_host_stream_destroy, \
+    .stream_adopt = zpp_host_stream_adopt, \
+    .stream_follow = zpp_host_stream_follow, \
+    .launch = zpp_host_launch, \
+    .copy = zpp_host_copy, \
+    .fill = zpp_host_fill, \
+    .signal = zpp_host_signal, \
+    .await = zpp_host_await, \
+    .poll = zpp_host_poll, \
+    .event_create = zpp_host_event_create, \
+    .event_destroy = zpp_host_event_destroy, \
+    .record = zpp_host_record, \
+    .wait = zpp_host_wait, \
+    .sync = zpp_host_sync
+
 /* Launch an operation that only waits. A wait for it that ends early (timeout, Ctrl-C) leaves the stream as it was. The
  * caller of an INLINE stream runs it with `wait`. */
 zpp_status zpp_host_launch_wait(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes,

@@ -42,6 +42,12 @@ zpp_status zpp_fail_rank(struct zpp_err *err, zpp_status status, int rank, const
 zpp_status zpp_fail_os(struct zpp_err *err, int os_errno, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
+/* Fail again with a failure that was kept: copy it to `err` (may be NULL) and return its status. */
+static inline zpp_status zpp_fail_again(struct zpp_err *err, const struct zpp_err *failure) {
+    if (err) *err = *failure;
+    return failure->status;
+}
+
 #if defined(__clang_analyzer__) && !defined(ZPP_STATUS_ITSELF)
 /* The analyser sees one file at a time: these macros tell it that the functions return their status argument. */
 #define zpp_fail(err, status, ...) ((void)(zpp_fail)(err, status, __VA_ARGS__), (status))

@@ -58,6 +58,22 @@ static zpp_status random_bytes(void *out, size_t bytes, struct zpp_err *err) {
     return zpp_fail_os(err, errno, "comm: no random bytes for the secret of the group");
 }
 
+zpp_status zpp_store_publish(const struct zpp_comm *comm, const struct zpp_store *store, const char *name,
+                             const void *entry, size_t bytes, struct zpp_err *err) {
+    char key[32];
+    snprintf(key, sizeof key, "zpp/%s/%d", name, comm->rank);
+    return store->set(store->ctx, key, entry, bytes, err);
+}
+
+zpp_status zpp_store_read(const struct zpp_comm *comm, const struct zpp_store *store, const char *name, int rank,
+                          void *entry, size_t *bytes, struct zpp_err *err) {
+    char key[32];
+    snprintf(key, sizeof key, "zpp/%s/%d", name, rank);
+    const zpp_status status = store->get(store->ctx, key, entry, bytes, comm->timeout_ns, err);
+    if (status != ZPP_OK && err) err->rank = rank;
+    return status;
+}
+
 static socklen_t abstract_address(struct sockaddr_un *address, const char *name) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
@@ -98,9 +114,7 @@ static zpp_status publish_endpoint(struct rendezvous *rendezvous, const struct z
                                                                               "?");
     zpp_status status = listen_here(rendezvous, endpoint, err);
     if (status != ZPP_OK) return status;
-    char key[32];
-    snprintf(key, sizeof key, "zpp/rank/%d", comm->rank);
-    return store->set(store->ctx, key, endpoint, sizeof *endpoint, err);
+    return zpp_store_publish(comm, store, "rank", endpoint, sizeof *endpoint, err);
 }
 
 static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_store *store, int rank,
@@ -108,14 +122,9 @@ static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_
     struct zpp_comm *comm = rendezvous->comm;
     struct endpoint *endpoint = &rendezvous->endpoint[rank];
     const struct endpoint *own = &rendezvous->endpoint[comm->rank];
-    char key[32];
     size_t bytes = sizeof *endpoint;
-    snprintf(key, sizeof key, "zpp/rank/%d", rank);
-    const zpp_status status = store->get(store->ctx, key, endpoint, &bytes, comm->timeout_ns, err);
-    if (status != ZPP_OK) {
-        if (err) err->rank = rank;
-        return status;
-    }
+    const zpp_status status = zpp_store_read(comm, store, "rank", rank, endpoint, &bytes, err);
+    if (status != ZPP_OK) return status;
     if (bytes != sizeof *endpoint || endpoint->magic != ENDPOINT_MAGIC || endpoint->rank != (uint32_t)rank ||
         endpoint->base_bytes != own->base_bytes)
         return zpp_fail_rank(err, ZPP_PEER, rank,

@@ -18,10 +18,7 @@ static zpp_status follow(struct zpp_nccl *nccl, void *native, struct zpp_err *er
 }
 
 static zpp_status stands(const struct zpp_nccl *nccl, struct zpp_err *err) {
-    if (nccl->error.status != ZPP_OK) {
-        if (err) *err = nccl->error;
-        return nccl->error.status;
-    }
+    if (nccl->error.status != ZPP_OK) return zpp_fail_again(err, &nccl->error);
     return zpp_comm_health(nccl->control, err);
 }
 
@@ -212,10 +209,7 @@ static zpp_status join_ranks(struct zpp_nccl *nccl, const struct zpp_wait *wait,
     snprintf(mine.why, sizeof mine.why, "%.255s", failure.text);
     zpp_status status = zpp_all_gather(nccl->control, all, &mine, sizeof mine, wait, err);
     if (status != ZPP_OK) return status;
-    if (mine.status != ZPP_OK) {
-        if (err) *err = failure;
-        return failure.status;
-    }
+    if (mine.status != ZPP_OK) return zpp_fail_again(err, &failure);
     for (int r = 0; r < nccl->control->ranks; r++) {
         if (all[r].status == ZPP_OK) continue;
         all[r].why[sizeof all[r].why - 1] = 0;

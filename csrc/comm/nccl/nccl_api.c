@@ -66,10 +66,7 @@ static void load(void) {
 
 zpp_status zpp_nccl_api(const struct zpp_nccl_api **out, struct zpp_err *err) {
     pthread_once(&once, load);
-    if (failure.status != ZPP_OK) {
-        if (err) *err = failure;
-        return failure.status;
-    }
+    if (failure.status != ZPP_OK) return zpp_fail_again(err, &failure);
     *out = &functions;
     return ZPP_OK;
 }

@@ -81,8 +81,7 @@ zpp_status zpp_nccl_break(struct zpp_nccl *nccl, const struct zpp_err *cause, st
         if (nccl->comm) nccl->api->ncclCommAbort(nccl->comm); /* kernels that wait for a peer end, too */
         nccl->comm = NULL;
     }
-    if (err) *err = nccl->error;
-    return nccl->error.status;
+    return zpp_fail_again(err, &nccl->error);
 }
 
 zpp_status zpp_nccl_break_by_nccl(struct zpp_nccl *nccl, ncclResult_t result, const char *doing, struct zpp_err *err) {
@@ -110,8 +109,7 @@ static zpp_status break_by_tick(struct zpp_nccl *nccl, const char *doing, const 
     zpp_fail_rank(&cause, ZPP_ABORTED, nccl->control->rank, "comm: rank %d of group \"%s\" was interrupted in %s",
                   nccl->control->rank, nccl->control->name, doing);
     (void)zpp_nccl_break(nccl, &cause, NULL);
-    if (err) *err = *said;
-    return said->status;
+    return zpp_fail_again(err, said);
 }
 
 static uint64_t limit_ns(const struct zpp_nccl *nccl, const struct zpp_wait *wait) {

@@ -135,26 +135,18 @@ static zpp_status publish(struct joining *joining, int links, const struct zpp_s
     zpp_status status = random_bytes(endpoint->secret, sizeof endpoint->secret, err);
     if (status == ZPP_OK) status = listen_here(joining, err);
     if (status != ZPP_OK) return status;
-    char key[32];
-    snprintf(key, sizeof key, "zpp/address/%d", comm->rank);
-    return store->set(store->ctx, key, endpoint, sizeof *endpoint, err);
+    return zpp_store_publish(comm, store, "address", endpoint, sizeof *endpoint, err);
 }
 
 static zpp_status read_address(struct joining *joining, const struct zpp_store *store, int rank, struct zpp_err *err) {
     struct zpp_comm *comm = joining->comm;
     struct address_endpoint *endpoint = &joining->endpoint[rank];
     const struct address_endpoint *own = &joining->endpoint[comm->rank];
-    char key[32];
     size_t bytes = sizeof *endpoint;
-    snprintf(key, sizeof key, "zpp/address/%d", rank);
-    const zpp_status status = store->get(store->ctx, key, endpoint, &bytes, comm->timeout_ns, err);
-    if (status != ZPP_OK) {
-        if (err) err->rank = rank;
-        return status;
-    }
-    if (bytes != sizeof *endpoint || endpoint->magic != MAGIC || endpoint->rank != (uint32_t)rank
-        || endpoint->links < 1 ||
-        endpoint->links > ZPP_NET_DATA_MAX)
+    const zpp_status status = zpp_store_read(comm, store, "address", rank, endpoint, &bytes, err);
+    if (status != ZPP_OK) return status;
+    if (bytes != sizeof *endpoint || endpoint->magic != MAGIC || endpoint->rank != (uint32_t)rank ||
+        endpoint->links < 1 || endpoint->links > ZPP_NET_DATA_MAX)
         return zpp_fail_rank(err, ZPP_PEER, rank,
                              "comm: the store holds an address of %zu bytes for rank %d that this version of zeropp "
                              "does not know (wanted %zu); run the same zeropp on all ranks",
