@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the C sources: warnings of gcc and clang, clang's static analyser, the layers, and the form of a file.
 
-    python scripts/lint_c.py [FILE ...]      all of csrc/ and tests/c/ if none is named
+    python scripts/lint_c.py [FILE ...]      all of csrc/, tests/c/ and tests/sim/ if none is named
 
 The analyser and the second compiler are used where they are installed, and named where they are not.
 """
@@ -124,7 +124,9 @@ def analyzer_check(path: Path) -> list[str]:
 
 def main() -> int:
     named = [Path(name).resolve() for name in sys.argv[1:]]
-    everything = named or files(["csrc/**/*.[ch]", "csrc/**/*.def", "csrc/**/*.cu", "tests/c/*.[ch]", "tests/fuzz/*.c"])
+    everything = named or files(
+        ["csrc/**/*.[ch]", "csrc/**/*.def", "csrc/**/*.cu", "tests/c/*.[ch]", "tests/sim/*.[ch]", "tests/fuzz/*.c"]
+    )
     sources = [path for path in everything if path.suffix == ".c"]
     checks: list[tuple[str, Callable[[Path], list[str]], list[Path]]] = [
         ("form", form, everything),
