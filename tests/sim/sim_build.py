@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the simulated GPU: the driver (C), and the torch device over it (C++). Both are made on demand, below build/sim.
+"""Build the simulated GPU on demand, below build/sim: the driver (C), and the torch device over it (C++).
 
 python tests/sim/sim_build.py       builds both and prints their paths
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import importlib.util
+import os
 import re
+import shutil
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +25,8 @@ import setup as build  # noqa: E402  (setup.py: the same flags, the same rule fo
 FOLDER = ROOT / "build" / "sim"
 DRIVER = FOLDER / "libsim.so"
 DRIVER_SOURCES = ("driver.c", "streams.c", "memory.c", "nccl.c", "kernels.c")
+MODULE = "_torch_sim"
+CXX = os.environ.get("CXX", "c++")
 KERNEL = re.compile(r"^KERNEL (\w+)\(const __grid_constant__ (struct \w+) \w+\)", re.MULTILINE)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 DEFINITION = re.compile(r"^(?:#define\s+(\w+)|[A-Za-z_].*?\b(\w+)\()")
@@ -73,7 +81,14 @@ def _kernels_as_c(source: Path) -> str:
 
 
 def driver() -> Path:
-    """Build the driver with all kernels of csrc/ops, and return its path."""
+    """Build the driver with all kernels of csrc, and return its path."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "driver.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build_driver()
+
+
+def _build_driver() -> Path:
     builder = build.Builder(FOLDER, ["-O1", "-g"])
     flags = [*builder.cc, *build.COMMON, "-ffunction-sections", "-fdata-sections", *builder.mode]
 
@@ -112,5 +127,66 @@ def driver() -> Path:
     return DRIVER
 
 
+def why_no_torch_device() -> str:
+    """Return why the torch device cannot be built here, or an empty string."""
+    if importlib.util.find_spec("torch") is None:
+        return "the simulated torch device needs torch"
+    if not shutil.which(CXX):
+        return f"the simulated torch device needs a C++ compiler: no {CXX} (CXX= names another)"
+    if not (_torch_folder() / "include" / "ATen" / "ATen.h").is_file():
+        return f"the simulated torch device needs torch's headers: none in {_torch_folder()}"
+    return ""
+
+
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec and spec.origin
+    return Path(spec.origin).parent
+
+
+def torch_device() -> Path:
+    """Build the torch device over the driver (40 s of processor time, once), and return the path of its module."""
+    library, torch = driver(), _torch_folder()
+    flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-subobject-linkage", f"-DTORCH_EXTENSION_NAME={MODULE}"]
+    folders = [torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include"]
+    flags += [*(f"-isystem{path}" for path in folders), f"-I{sysconfig.get_paths()['include']}"]
+    headers = [*sorted(HERE.glob("torch_*.h")), HERE / "sim.h", torch / "version.py"]
+
+    def compiled(source: Path) -> Path:
+        made = FOLDER / f"{source.stem}-{_digest([source, *headers], flags)}.o"
+        if not made.exists():
+            build.run([CXX, *flags, "-c", str(source), "-o", str(made.with_suffix(".part"))])
+            made.with_suffix(".part").replace(made)
+        return made
+
+    with (FOLDER / "lock").open("w") as lock:  # ranks and tests beside each other build it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(max_workers=build.jobs()) as workers:
+            objects = list(workers.map(compiled, sorted(HERE.glob("torch_*.cpp"))))
+        target = FOLDER / f"torch-{_digest(objects, [])}" / f"{MODULE}.so"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            ours = [str(library), f"-Wl,-rpath,{library.parent}"]
+            theirs = [
+                f"-L{torch / 'lib'}",
+                "-ltorch",
+                "-ltorch_cpu",
+                "-lc10",
+                "-ltorch_python",
+                f"-Wl,-rpath,{torch / 'lib'}",
+            ]
+            build.run([CXX, "-shared", *map(str, objects), *ours, *theirs, "-o", str(target.with_suffix(".part"))])
+            target.with_suffix(".part").replace(target)
+    return target
+
+
+def _digest(inputs: list[Path], flags: list[str]) -> str:
+    digest = hashlib.sha256(" ".join([CXX, *flags]).encode())
+    for path in inputs:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 if __name__ == "__main__":
     print(driver())
+    print(why_no_torch_device() or torch_device())
