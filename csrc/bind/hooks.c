@@ -418,8 +418,7 @@ static PyObject *zero_unfreeze(PyObject *self, PyObject *arg) {
     if (unit == -1 && PyErr_Occurred()) return NULL;
     const bool runs = zpp_py_backward_runs(zero, &task);
     if (PyErr_Occurred() || (!runs && zero->in_backward && zpp_py_forget_dead_backward(zero))) return NULL;
-    if (zpp_zero_unfreeze(zero->core, (int)unit, &err) != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(zpp_zero_unfreeze(zero->core, (int)unit, &err), &err);
 }
 
 /* skip(unit, parameter): frozen, so in the backward that has just begun the reduction does not wait for its gradient.

@@ -16,8 +16,6 @@
 #include <structmember.h>
 #include <unistd.h>
 
-#include "py_aio.h"
-#include "pywait.h"
 #include "raise.h"
 
 #define SETTLE_NS 60000000000u
@@ -56,60 +54,6 @@ typedef struct Future {
 } Future;
 
 static PyTypeObject *future_type;
-
-/* --- errors --- */
-
-static PyObject *class_of(const char *module_name, const char *name) {
-    PyObject *module = PyImport_ImportModule(module_name);
-    PyObject *found = module ? PyObject_GetAttrString(module, name) : NULL;
-    Py_XDECREF(module);
-    return found;
-}
-
-static bool set_item(PyObject *mapping, const char *key, PyObject *value) {
-    const bool failed = !value || PyDict_SetItemString(mapping, key, value) != 0;
-    Py_XDECREF(value);
-    return !failed;
-}
-
-static bool fill_fields(PyObject *fields, const struct zpp_aio_fault *fault) {
-    if (!set_item(fields, "path", PyUnicode_DecodeFSDefault(fault->path))) return false;
-    if (!set_item(fields, "offset_bytes", PyLong_FromUnsignedLongLong(fault->offset_bytes))) return false;
-    PyObject *const wanted = fault->wanted_bytes ? PyLong_FromUnsignedLongLong(fault->wanted_bytes) : NULL;
-    if (fault->wanted_bytes && !set_item(fields, "bytes_wanted", wanted)) return false;
-    PyObject *const available = fault->has_free ? PyLong_FromUnsignedLongLong(fault->free_bytes) : NULL;
-    if (fault->has_free && !set_item(fields, "bytes_free", available)) return false;
-    return !fault->os_errno || set_item(fields, "errno", PyLong_FromLong(fault->os_errno));
-}
-
-static PyObject *raise_tier(const struct zpp_err *err, const struct zpp_aio_fault *fault) {
-    PyObject *class = class_of("zeropp.errors", "TierError");
-    PyObject *fields = PyDict_New();
-    PyObject *text = Py_BuildValue("(N)", PyUnicode_DecodeUTF8(err->text, (Py_ssize_t)strlen(err->text), "replace"));
-    const bool filled = class && fields && text && fill_fields(fields, fault);
-    PyObject *exception = filled ? PyObject_Call(class, text, fields) : NULL;
-    if (exception) PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
-    Py_XDECREF(exception);
-    Py_XDECREF(text);
-    Py_XDECREF(fields);
-    Py_XDECREF(class);
-    return NULL;
-}
-
-PyObject *zpp_py_raise_aio(const struct zpp_err *err, const struct zpp_aio_fault *fault) {
-    if (err->status == ZPP_TIER && fault) return raise_tier(err, fault);
-    if (err->status == ZPP_TIMEOUT) {
-        PyErr_SetString(PyExc_TimeoutError, err->text);
-        return NULL;
-    }
-    if (err->status == ZPP_ABORTED) {
-        PyObject *class = class_of("zeropp.aio", "CancelledError");
-        if (class) PyErr_SetString(class, err->text);
-        Py_XDECREF(class);
-        return NULL;
-    }
-    return zpp_py_raise(err);
-}
 
 static bool usable(Engine *engine) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -438,8 +382,7 @@ static PyObject *engine_flush(PyObject *self, PyObject *args) {
     PyEval_RestoreThread(state);
     --engine->users;
     sweep(engine);
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 static PyObject *engine_forget(PyObject *self, PyObject *args) {

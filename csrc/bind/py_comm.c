@@ -12,7 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pywait.h"
 #include "raise.h"
 
 /* --- life -------------------------------------------------------------------------------------------------------- */
@@ -190,7 +189,7 @@ static PyObject *barrier_within(PyObject *self, PyObject *args) {
     return zpp_py_comm_run_within(self, &call, timeout_s > 0.0 ? (uint64_t)(timeout_s * 1e9) : 1);
 }
 
-/* --- all-to-all, gather, scatter: pieces are read in py_comm_pieces.c -------------------------------------------- */
+/* --- all-to-all, gather, scatter: arguments are read in py_comm_calls.c ------------------------------------------ */
 
 static PyObject *exchange_call(PyObject *object, PyObject *args, struct zpp_call *call) {
     const zpp_comm *comm = zpp_py_comm_get(object);
@@ -302,8 +301,7 @@ static PyObject *check(PyObject *object, PyObject *none) {
     struct zpp_err err = ZPP_ERR_INIT;
     const zpp_comm *comm = zpp_py_comm_get(object);
     if (!comm) return NULL;
-    if (zpp_comm_health(comm, &err) != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(zpp_comm_health(comm, &err), &err);
 }
 
 static PyObject *traffic(PyObject *object, PyObject *none) {
@@ -489,7 +487,7 @@ int zpp_py_add_comm(PyObject *module) {
     zpp_py_comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
     if (!zpp_py_comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)zpp_py_comm_type) != 0) return -1;
     if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0 ||
-        zpp_py_add_comm_p2p(module) != 0 || zpp_py_add_nccl(module) != 0)
+        zpp_py_add_nccl(module) != 0)
         return -1;
     return add_constants(module);
 }

@@ -4,11 +4,11 @@
  *
  *   Comm     py_comm.c         one group; the communicator inside of it: py_comm_handle.c
  *   Work     py_comm_work.c    one asynchronous collective
- *   Transfer py_comm_p2p.c     one send or receive
+ *   Transfer py_comm_work.c    one send or receive
  *   Region   py_comm_memory.c  shared memory of all ranks
  *   Block    py_comm_memory.c  a block of this rank's arena
  *
- * The compressed all-reduce of Comm is in py_comm_onebit.c.
+ * Calls whose arguments are more than a tensor are read in py_comm_calls.c.
  *
  * Threads: the caller holds the GIL, except where noted.
  */
@@ -28,7 +28,7 @@ zpp_region *zpp_py_region_get(PyObject *region);
 
 /* --- between the files of py_comm -------------------------------------------------------------------------------- */
 
-/* A torch store as rendezvous (py_comm_store.c): takes the GIL itself; `store` is borrowed. */
+/* A torch store as rendezvous (py_comm_handle.c): takes the GIL itself; `store` is borrowed. */
 struct zpp_store zpp_py_store_of(PyObject *store);
 /* The log callback: ctx is a Python callable that takes one string. Takes the GIL itself. */
 void zpp_py_log(void *callable, const char *message);
@@ -69,21 +69,20 @@ PyObject *zpp_py_comm_run_within(PyObject *comm, const struct zpp_call *call, ui
  * until it is finished. */
 PyObject *zpp_py_work_submit(PyObject *comm, const struct zpp_call *call, PyObject *keep, PyObject *memory_owner);
 
-PyObject *zpp_py_comm_quant(PyObject *comm, PyObject *args); /* py_comm_quant.c */
+PyObject *zpp_py_comm_quant(PyObject *comm, PyObject *args); /* py_comm_calls.c */
 PyObject *zpp_py_comm_submit_quant(PyObject *comm, PyObject *args);
 /* A call of pieces: args (coll, dtype, root, dsts, srcs), lists of (ptr, bytes), one a rank; or of a gather into a
  * list: args (dst_ptrs, src_ptr, src_elems, dtype). New: what owns the arrays that `call` points at.
- * py_comm_pieces.c */
+ * py_comm_calls.c */
 PyObject *zpp_py_exchange_call(int ranks, PyObject *args, struct zpp_call *call);
 PyObject *zpp_py_gather_call(int ranks, PyObject *args, struct zpp_call *call);
 PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes);
 PyObject *zpp_py_block_new(PyObject *comm, size_t bytes);
 /* New _C.Transfer; args (ptr, bytes, rank, tag, keep). */
 PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send);
-/* Methods of Comm in py_comm_onebit.c. */
+/* Methods of Comm in py_comm_calls.c. */
 PyObject *zpp_py_onebit_layout(PyObject *comm, PyObject *args);
 PyObject *zpp_py_onebit_all_reduce(PyObject *comm, PyObject *args);
-int zpp_py_add_comm_p2p(PyObject *module);
 int zpp_py_add_nccl(PyObject *module); /* py_nccl.c */
 int zpp_py_add_comm_work(PyObject *module);
 int zpp_py_add_comm_memory(PyObject *module);

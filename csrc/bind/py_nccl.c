@@ -11,7 +11,6 @@
 #include "../comm/nccl/nccl.h"
 #include "../comm/nccl/nccl_api.h"
 #include "py_comm.h"
-#include "pywait.h"
 #include "raise.h"
 
 enum { MOST_CALLS = 4096 };
@@ -258,8 +257,7 @@ static PyObject *work_order(PyObject *object, PyObject *args) {
     PyThreadState *state = PyEval_SaveThread();
     const zpp_status status = zpp_nccl_work_order(work, (void *)(uintptr_t)stream, &err);
     PyEval_RestoreThread(state);
-    if (status != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(status, &err);
 }
 
 static PyObject *work_wait(PyObject *object, PyObject *args) {

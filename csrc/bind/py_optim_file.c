@@ -11,9 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "py_aio.h"
-#include "py_zero.h"
 #include "raise.h"
+#include "py_zero.h"
 
 typedef struct OptimFile {
     PyObject_HEAD
@@ -119,8 +118,7 @@ static PyObject *optim_file_seal(PyObject *self, PyObject *unused) {
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_optim_file_seal(optim_file, &fault, &err);
     PyEval_RestoreThread(thread);
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 /* copy(shard, kind, first, elems, address, write): between the optimizer file and float32 memory that the caller keeps
@@ -139,8 +137,7 @@ static PyObject *optim_file_copy(PyObject *self, PyObject *args) {
     const zpp_status status = zpp_optim_file_copy(optim_file, shard, (enum zpp_optim_file_kind)kind, (size_t)first,
                                                   (size_t)elems, (float *)(uintptr_t)address, write, &fault, &err);
     PyEval_RestoreThread(thread);
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 static PyObject *by_kind(const size_t bytes[ZPP_TIER_KINDS]) {

@@ -10,9 +10,8 @@
 #include <stdlib.h>
 
 #include "../zero/step_plan.h"
-#include "py_aio.h"
-#include "py_zero.h"
 #include "raise.h"
+#include "py_zero.h"
 
 static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
     return (Unit *)PyList_GetItem(zero->units, index);
@@ -177,8 +176,7 @@ static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
     const zpp_status status = zpp_zero_step_end(zero->core, &wait, &err);
     PyEval_RestoreThread(thread);
     for (Py_ssize_t i = 0; i < PyList_Size(zero->units); i++) zpp_py_drop_grads(unit_at(zero, i));
-    if (status != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(status, &err);
 }
 
 /* --- states ------------------------------------------------------------------------------------------------------- */
@@ -332,8 +330,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     }
     PyEval_RestoreThread(thread);
     free(groups);
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 /* reset_uses(): a step was taken, so no backward follows the forwards before it. */
@@ -399,8 +396,7 @@ static PyObject *zero_delayed_begin(PyObject *self, PyObject *args) {
     PyEval_RestoreThread(thread);
     free(groups);
     zero->steps += status == ZPP_OK;
-    if (status != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(status, &err);
 }
 
 /* delayed_wait(): the step under way is over; raises what it came to, once. */
@@ -415,8 +411,7 @@ static PyObject *zero_delayed_wait(PyObject *self, PyObject *unused) {
     PyEval_RestoreThread(thread);
     Py_CLEAR(zero->delayed_grads);
     zero->inconsistent |= status != ZPP_OK;
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 /* delayed_publish(): between step_begin and step_end. */

@@ -5,10 +5,8 @@
  */
 #include <stdlib.h>
 
-#include "py_aio.h"
-#include "py_zero.h"
-#include "pywait.h"
 #include "raise.h"
+#include "py_zero.h"
 
 static Unit *unit_at(void *zero, int index) {
     return (Unit *)PyList_GetItem(((Zero *)zero)->units, index);

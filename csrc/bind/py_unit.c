@@ -4,8 +4,6 @@
  */
 #include "py_zero.h"
 
-#include "py_aio.h"
-#include "pywait.h"
 #include "raise.h"
 
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait) {

@@ -12,7 +12,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "py_aio.h"
 #include "raise.h"
 
 static pthread_mutex_t warning_lock = PTHREAD_MUTEX_INITIALIZER; /* guards every Zero's `warning` */
@@ -94,8 +93,7 @@ static PyObject *set_grads_fraction(PyObject *self, PyObject *arg) {
     const double fraction = PyFloat_AsDouble(arg);
     struct zpp_err err = ZPP_ERR_INIT;
     if (PyErr_Occurred()) return NULL;
-    if (zpp_zero_set_grads_fraction(((Zero *)self)->core, fraction, &err) != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(zpp_zero_set_grads_fraction(((Zero *)self)->core, fraction, &err), &err);
 }
 
 static PyObject *open_grads(PyObject *self, PyObject *args) {
@@ -116,8 +114,7 @@ static PyObject *settle_grads(PyObject *self, PyObject *unused) {
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_zero_grads_settle(((Zero *)self)->core, &fault, &err);
     PyEval_RestoreThread(thread);
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 /* copy_grads(unit, first, elems, address, write): elements of this rank's shard of the reduced gradient. */
@@ -135,8 +132,7 @@ static PyObject *copy_grads(PyObject *self, PyObject *args) {
     const zpp_status status = zpp_zero_grad_copy(zero->core, index, (size_t)first, (size_t)elems,
                                                  (void *)(uintptr_t)address, write, &fault, &err);
     PyEval_RestoreThread(thread);
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 /* Where elements of a unit's flat buffer lie in the mapping, which over several hosts has this rank's shard only. */
@@ -170,8 +166,7 @@ static PyObject *copy_params(PyObject *self, PyObject *args) {
         zpp_unit_file_copy(unit_file, offset_bytes, (void *)(uintptr_t)address, (size_t)elems * unit->elem_bytes, write,
                            &fault, &err);
     PyEval_RestoreThread(thread);
-    if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
-    Py_RETURN_NONE;
+    return zpp_py_result_aio(status, &err, &fault);
 }
 
 static PyObject *figures_of(const zpp_unit_file *unit_file) {
@@ -221,9 +216,7 @@ static PyObject *set_weight_quant(PyObject *self, PyObject *args) {
     Py_ssize_t block_elems;
     struct zpp_err err = ZPP_ERR_INIT;
     if (!PyArg_ParseTuple(args, "inp", &bits, &block_elems, &in_memory)) return NULL;
-    if (zpp_zero_set_weight_quant(((Zero *)self)->core, bits, (size_t)block_elems, in_memory, &err) != ZPP_OK)
-        return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(zpp_zero_set_weight_quant(((Zero *)self)->core, bits, (size_t)block_elems, in_memory, &err), &err);
 }
 
 /* quantise_param(unit, param): one of the matrices that are kept in fewer bits; before seal. */
@@ -235,8 +228,7 @@ static PyObject *quantise_param(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "in", &index, &param)) return NULL;
     if (index < 0 || index >= zpp_zero_units(core) || param < 0)
         return PyErr_SetString(PyExc_ValueError, "zero: unit or parameter is out of range"), NULL;
-    if (zpp_zero_quantise_param(core, index, (size_t)param, &err) != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(zpp_zero_quantise_param(core, index, (size_t)param, &err), &err);
 }
 
 PyMethodDef zpp_py_unit_file_methods[] = {

@@ -5,13 +5,13 @@
 #include "op_entries.h"
 #include "py_zero.h"
 
+#include <stddef.h>
 #include <stdlib.h>
+#include <structmember.h>
 
 #include "../base/cpu.h"
-#include "py_aio.h"
-#include "py_comm.h"
-#include "pywait.h"
 #include "raise.h"
+#include "py_comm.h"
 
 PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
     *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
@@ -49,8 +49,7 @@ static PyObject *unit_need(PyObject *self, PyObject *unused) {
     const int failed = zpp_py_need(unit, ZPP_PHASE_EVAL);
     unit->unit->wants_exact = false;
     if (failed) return NULL;
-    if (zpp_zero_make_exact(unit->zero->core, unit->unit->index, &err) != ZPP_OK) return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(zpp_zero_make_exact(unit->zero->core, unit->unit->index, &err), &err);
 }
 
 /* auto(): an operation reads a released parameter. Whole until the backward that may follow ends. */
@@ -194,22 +193,29 @@ static PyType_Spec unit_spec = { "zeropp._C.Unit", sizeof(Unit), 0, Py_TPFLAGS_D
 
 /* --- Zero --------------------------------------------------------------------------------------------------------- */
 
-static PyObject *function_of(PyObject *functions, const char *name) {
-    PyObject *function = PyDict_GetItemString(functions, name);
-    if (!function) PyErr_Format(PyExc_KeyError, "Zero: functions lacks %s", name);
-    return function ? Py_NewRef(function) : NULL;
+/* torch's functions, by their names in `functions` of Zero(). */
+static const struct {
+    const char *name;
+    size_t offset; /* in Zero */
+} torch_functions[] = {
+#define FUNCTION(name) { #name, offsetof(Zero, name) }
+    FUNCTION(current_graph_task_id), FUNCTION(is_grad_enabled), FUNCTION(queue_callback), FUNCTION(functorch_peek),
+    FUNCTION(top_saved_hooks), FUNCTION(push_saved_hooks), FUNCTION(pop_saved_hooks), FUNCTION(raise_strays),
+#undef FUNCTION
+};
+enum { TORCH_FUNCTIONS = sizeof torch_functions / sizeof torch_functions[0] };
+
+static PyObject **torch_function(Zero *zero, size_t k) {
+    return (PyObject **)(void *)((char *)zero + torch_functions[k].offset);
 }
 
 static int keep_functions(Zero *zero, PyObject *functions) {
-    return (zero->current_graph_task_id = function_of(functions, "current_graph_task_id")) &&
-                   (zero->is_grad_enabled = function_of(functions, "is_grad_enabled")) &&
-                   (zero->queue_callback = function_of(functions, "queue_callback")) &&
-                   (zero->functorch_peek = function_of(functions, "functorch_peek")) &&
-                   (zero->top_saved_hooks = function_of(functions, "top_saved_hooks")) &&
-                   (zero->push_saved_hooks = function_of(functions, "push_saved_hooks")) &&
-                   (zero->pop_saved_hooks = function_of(functions, "pop_saved_hooks")) &&
-                   (zero->raise_strays = function_of(functions, "raise_strays"))
-               ? 0 : -1;
+    for (size_t k = 0; k < TORCH_FUNCTIONS; k++) {
+        PyObject *function = PyDict_GetItemString(functions, torch_functions[k].name);
+        if (!function) return PyErr_Format(PyExc_KeyError, "Zero: functions lacks %s", torch_functions[k].name), -1;
+        *torch_function(zero, k) = Py_NewRef(function);
+    }
+    return 0;
 }
 
 /* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions, params_fraction, comm of this
@@ -256,14 +262,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
 }
 
 static void drop_callables(Zero *zero) {
-    Py_CLEAR(zero->current_graph_task_id);
-    Py_CLEAR(zero->is_grad_enabled);
-    Py_CLEAR(zero->queue_callback);
-    Py_CLEAR(zero->functorch_peek);
-    Py_CLEAR(zero->top_saved_hooks);
-    Py_CLEAR(zero->push_saved_hooks);
-    Py_CLEAR(zero->pop_saved_hooks);
-    Py_CLEAR(zero->raise_strays);
+    for (size_t k = 0; k < TORCH_FUNCTIONS; k++) Py_CLEAR(*torch_function(zero, k));
     Py_CLEAR(zero->end_callback);
     Py_CLEAR(zero->pack);
     Py_CLEAR(zero->unpack);
@@ -363,9 +362,7 @@ static PyObject *zero_set_wire(PyObject *self, PyObject *args) {
     int params_bits, grads_bits;
     Py_ssize_t block_elems;
     if (!PyArg_ParseTuple(args, "iin", &params_bits, &grads_bits, &block_elems)) return NULL;
-    if (zpp_zero_set_wire(zero->core, params_bits, grads_bits, (size_t)block_elems, &err) != ZPP_OK)
-        return zpp_py_raise(&err);
-    Py_RETURN_NONE;
+    return zpp_py_result(zpp_zero_set_wire(zero->core, params_bits, grads_bits, (size_t)block_elems, &err), &err);
 }
 
 /* set_secondary(comm of this host's ranks): hpZ, see csrc/zero/placement/sharded_net.c. */
@@ -458,11 +455,6 @@ static PyObject *zero_gather_ns(PyObject *self, PyObject *unused) {
     return PyLong_FromUnsignedLongLong(zpp_zero_gather_ns(((Zero *)self)->core));
 }
 
-static PyObject *zero_get_depth(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromLong(((Zero *)self)->depth);
-}
-
 static PyObject *zero_get_in_backward(PyObject *self, void *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -472,62 +464,19 @@ static PyObject *zero_get_in_backward(PyObject *self, void *unused) {
     return PyErr_Occurred() ? NULL : PyBool_FromLong(runs);
 }
 
-static PyObject *zero_get_builds_loss(PyObject *self, void *unused) {
-    (void)unused;
-    return PyBool_FromLong(((Zero *)self)->builds_loss);
-}
-
-static PyObject *zero_get_sync(PyObject *self, void *unused) {
-    (void)unused;
-    return PyBool_FromLong(((Zero *)self)->sync);
-}
-
-static int zero_set_sync(PyObject *self, PyObject *value, void *unused) {
-    (void)unused;
-    const int on = value ? PyObject_IsTrue(value) : -1;
-    if (on < 0) return -1;
-    ((Zero *)self)->sync = on;
-    return 0;
-}
-
-static PyObject *zero_get_hold(PyObject *self, void *unused) {
-    (void)unused;
-    return PyBool_FromLong(((Zero *)self)->hold);
-}
-
-static int zero_set_hold(PyObject *self, PyObject *value, void *unused) {
-    (void)unused;
-    const int on = value ? PyObject_IsTrue(value) : -1;
-    if (on < 0) return -1;
-    ((Zero *)self)->hold = on;
-    return 0;
-}
-
-static PyObject *zero_get_at_boundary(PyObject *self, void *unused) {
-    (void)unused;
-    return PyBool_FromLong(((Zero *)self)->at_boundary);
-}
-
-static PyObject *zero_get_backwards(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromUnsignedLongLong(((Zero *)self)->backwards);
-}
-
-static PyObject *zero_get_closed(PyObject *self, void *unused) {
-    (void)unused;
-    return PyBool_FromLong(((Zero *)self)->closed);
-}
-
 static PyGetSetDef zero_getset[] = {
-    { "depth", zero_get_depth, NULL, "forwards open now", NULL },
     { "in_backward", zero_get_in_backward, NULL, "is a backward running in this thread?", NULL },
-    { "builds_loss", zero_get_builds_loss, NULL, "does a forward's graph wait for its backward?", NULL },
-    { "sync", zero_get_sync, zero_set_sync, "do backwards reduce? (no_sync)", NULL },
-    { "hold", zero_get_hold, zero_set_hold, "do gradients stay on this rank at boundaries, too?", NULL },
-    { "at_boundary", zero_get_at_boundary, NULL, "was the last backward a boundary?", NULL },
-    { "backwards", zero_get_backwards, NULL, "backwards so far", NULL },
-    { "closed", zero_get_closed, NULL, "is the model gone?", NULL },
     { NULL, NULL, NULL, NULL, NULL },
+};
+static PyMemberDef zero_members[] = {
+    { "depth", T_INT, offsetof(Zero, depth), READONLY, "forwards open now" },
+    { "builds_loss", T_BOOL, offsetof(Zero, builds_loss), READONLY, "does a forward's graph wait for its backward?" },
+    { "sync", T_BOOL, offsetof(Zero, sync), 0, "do backwards reduce? (no_sync)" },
+    { "hold", T_BOOL, offsetof(Zero, hold), 0, "do gradients stay on this rank at boundaries, too?" },
+    { "at_boundary", T_BOOL, offsetof(Zero, at_boundary), READONLY, "was the last backward a boundary?" },
+    { "backwards", T_ULONGLONG, offsetof(Zero, backwards), READONLY, "backwards so far" },
+    { "closed", T_BOOL, offsetof(Zero, closed), READONLY, "is the model gone?" },
+    { NULL, 0, 0, 0, NULL },
 };
 
 static PyMethodDef zero_methods[] = {
@@ -552,6 +501,7 @@ static PyType_Slot zero_slots[] = {
     { Py_tp_dealloc, zero_dealloc },
     { Py_tp_methods, zero_methods },
     { Py_tp_getset, zero_getset },
+    { Py_tp_members, zero_members },
     { 0, NULL },
 };
 static PyType_Spec zero_spec = { "zeropp._C.Zero", sizeof(Zero), 0, Py_TPFLAGS_DEFAULT, zero_slots };
@@ -559,17 +509,17 @@ static PyType_Spec zero_spec = { "zeropp._C.Zero", sizeof(Zero), 0, Py_TPFLAGS_D
 /* --- module ------------------------------------------------------------------------------------------------------- */
 
 static int intern_names(void) {
-    return (zpp_str_class = PyUnicode_InternFromString("__class__")) &&
-                   (zpp_str_grad = PyUnicode_InternFromString("grad")) &&
-                   (zpp_str_data_ptr = PyUnicode_InternFromString("data_ptr")) &&
-                   (zpp_str_forward = PyUnicode_InternFromString("forward")) &&
-                   (zpp_str_backward_hooks = PyUnicode_InternFromString("_backward_hooks")) &&
-                   (zpp_str_grad_fn = PyUnicode_InternFromString("grad_fn")) &&
-                   (zpp_str_register_hook_dict = PyUnicode_InternFromString("_register_hook_dict")) &&
-                   (zpp_str_is_contiguous = PyUnicode_InternFromString("is_contiguous")) &&
-                   (zpp_str_contiguous = PyUnicode_InternFromString("contiguous"))
-               ? 0
-               : -1;
+    const struct {
+        PyObject **at;
+        const char *name;
+    } names[] = { { &zpp_str_class, "__class__" },           { &zpp_str_grad, "grad" },
+                  { &zpp_str_data_ptr, "data_ptr" },         { &zpp_str_forward, "forward" },
+                  { &zpp_str_grad_fn, "grad_fn" },           { &zpp_str_backward_hooks, "_backward_hooks" },
+                  { &zpp_str_contiguous, "contiguous" },     { &zpp_str_register_hook_dict, "_register_hook_dict" },
+                  { &zpp_str_is_contiguous, "is_contiguous" } };
+    for (size_t k = 0; k < sizeof names / sizeof names[0]; k++)
+        if (!(*names[k].at = PyUnicode_InternFromString(names[k].name))) return -1;
+    return 0;
 }
 
 /* Methods of Zero that live in other files. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * From a status to a Python exception: raise.h.
+ * Waits, exceptions and results of calls into the C core: raise.h.
  */
 #include "raise.h"
 
@@ -25,13 +25,19 @@ static PyObject *builtin(const char *name) {
     return PyExc_RuntimeError;
 }
 
+/* New reference, or NULL with an error set. */
+static PyObject *class_of(const char *module_name, const char *name) {
+    PyObject *module = PyImport_ImportModule(module_name);
+    PyObject *found = module ? PyObject_GetAttrString(module, name) : NULL;
+    Py_XDECREF(module);
+    return found;
+}
+
 /* New reference to the class. Where zeropp itself cannot be imported (no torch) it is RuntimeError. */
 static PyObject *exception_class(const char *name) {
     const size_t prefix_bytes = sizeof own_prefix - 1;
     if (strncmp(name, own_prefix, prefix_bytes) == 0) {
-        PyObject *errors = PyImport_ImportModule("zeropp.errors");
-        PyObject *found = errors ? PyObject_GetAttrString(errors, name + prefix_bytes) : NULL;
-        Py_XDECREF(errors);
+        PyObject *found = class_of("zeropp.errors", name + prefix_bytes);
         if (found) return found;
         PyErr_Clear();
     }
@@ -70,4 +76,79 @@ PyObject *zpp_py_raise(const struct zpp_err *err) {
     Py_XDECREF(exception);
     Py_DECREF(class);
     return NULL;
+}
+
+/* --- exceptions of I/O -------------------------------------------------------------------------------------------- */
+
+static bool set_item(PyObject *mapping, const char *key, PyObject *value) {
+    const bool failed = !value || PyDict_SetItemString(mapping, key, value) != 0;
+    Py_XDECREF(value);
+    return !failed;
+}
+
+static bool fill_fields(PyObject *fields, const struct zpp_aio_fault *fault) {
+    if (!set_item(fields, "path", PyUnicode_DecodeFSDefault(fault->path))) return false;
+    if (!set_item(fields, "offset_bytes", PyLong_FromUnsignedLongLong(fault->offset_bytes))) return false;
+    PyObject *const wanted = fault->wanted_bytes ? PyLong_FromUnsignedLongLong(fault->wanted_bytes) : NULL;
+    if (fault->wanted_bytes && !set_item(fields, "bytes_wanted", wanted)) return false;
+    PyObject *const available = fault->has_free ? PyLong_FromUnsignedLongLong(fault->free_bytes) : NULL;
+    if (fault->has_free && !set_item(fields, "bytes_free", available)) return false;
+    return !fault->os_errno || set_item(fields, "errno", PyLong_FromLong(fault->os_errno));
+}
+
+static PyObject *raise_tier(const struct zpp_err *err, const struct zpp_aio_fault *fault) {
+    PyObject *class = class_of("zeropp.errors", "TierError");
+    PyObject *fields = PyDict_New();
+    PyObject *text = Py_BuildValue("(N)", PyUnicode_DecodeUTF8(err->text, (Py_ssize_t)strlen(err->text), "replace"));
+    const bool filled = class && fields && text && fill_fields(fields, fault);
+    PyObject *exception = filled ? PyObject_Call(class, text, fields) : NULL;
+    if (exception) PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+    Py_XDECREF(exception);
+    Py_XDECREF(text);
+    Py_XDECREF(fields);
+    Py_XDECREF(class);
+    return NULL;
+}
+
+PyObject *zpp_py_raise_aio(const struct zpp_err *err, const struct zpp_aio_fault *fault) {
+    if (err->status == ZPP_TIER && fault) return raise_tier(err, fault);
+    if (err->status == ZPP_TIMEOUT) {
+        PyErr_SetString(PyExc_TimeoutError, err->text);
+        return NULL;
+    }
+    if (err->status == ZPP_ABORTED) {
+        PyObject *class = class_of("zeropp.aio", "CancelledError");
+        if (class) PyErr_SetString(class, err->text);
+        Py_XDECREF(class);
+        return NULL;
+    }
+    return zpp_py_raise(err);
+}
+
+/* --- results ------------------------------------------------------------------------------------------------------ */
+
+PyObject *zpp_py_result(zpp_status status, const struct zpp_err *err) {
+    if (status != ZPP_OK) return zpp_py_raise(err);
+    Py_RETURN_NONE;
+}
+
+PyObject *zpp_py_result_aio(zpp_status status, const struct zpp_err *err, const struct zpp_aio_fault *fault) {
+    if (status != ZPP_OK) return zpp_py_raise_aio(err, fault);
+    Py_RETURN_NONE;
+}
+
+/* --- waits -------------------------------------------------------------------------------------------------------- */
+
+static zpp_status tick(void *ctx, struct zpp_err *err) {
+    (void)ctx;
+    /* Finds the thread state that PyEval_SaveThread put aside, so the exception stays in it after the release. */
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const int raised = PyErr_CheckSignals();
+    PyGILState_Release(gil);
+    if (raised == 0) return ZPP_OK;
+    return zpp_fail(err, ZPP_INTERRUPTED, "interrupted by a signal while waiting");
+}
+
+void zpp_py_wait_init(struct zpp_wait *wait, uint64_t timeout_ns) {
+    *wait = (struct zpp_wait){.timeout_ns = timeout_ns, .tick = tick, .ctx = NULL};
 }

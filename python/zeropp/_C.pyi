@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the C module: what csrc/bind/module.c and py_env.c offer is spelled out, the areas' own objects are Any."""
+"""Types of the C module: what csrc/bind/module.c and py_base.c offer is spelled out, the areas' own objects are Any."""
 
 from typing import Any
 

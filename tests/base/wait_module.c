@@ -6,7 +6,6 @@
 
 #include <time.h>
 
-#include "../../csrc/bind/pywait.h"
 #include "../../csrc/bind/raise.h"
 
 /* Something of csrc/comm's kind: sleeps, and ticks every 10 ms, for at most `wait->timeout_ns`. */
