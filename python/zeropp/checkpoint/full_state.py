@@ -133,7 +133,7 @@ def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:
 
 
 def _keys(model: nn.Module) -> list[str]:
-    """The keys of ``model.state_dict()`` in its order, without reading a value."""
+    """Return the keys of ``model.state_dict()`` in its order, without reading a value."""
     keys = []
     for path, module in model.named_modules(remove_duplicate=False):
         own = [name for name, one in module._parameters.items() if one is not None]
@@ -190,7 +190,7 @@ def load_full_state_dict(
 
 
 def _take_all(engine: Engine, model: nn.Module, values: Source, count: Callable[[int], object]) -> None:
-    """This rank's part of all that is there: parameters, buffers, extra states."""
+    """Take this rank's part of all that is there: parameters, buffers, extra states."""
     there = set(values.names())
     for unit in engine.units:
         for entry in unit.params:
@@ -218,7 +218,7 @@ def _bar(engine: Engine, shown: bool) -> Iterator[Callable[[int], object]]:
 
 
 def _take(engine: Engine, unit: Unit, entry: Entry, values: Source, name: str) -> None:
-    """The part of one parameter that this rank holds."""
+    """Take the part of one parameter that this rank holds."""
     offset, numel = entry.offset_elems, entry.numel
     if unit.place == WHOLE or engine.local:
         write_piece(unit, offset, _numbers(entry, values, name, 0, numel))
@@ -320,7 +320,7 @@ class PackedTensors:
     """1-D, on the CPU; belongs to the receiver."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, a view of the buffer in the tensor's shape)."""
+        """Yield (name, a view of the buffer in the tensor's shape)."""
         first = 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             yield name, self.flat[first : first + shape.numel()].view(shape)

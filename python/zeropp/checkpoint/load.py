@@ -162,7 +162,8 @@ class _Parts:
     def read(
         self, name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, values) of every saved piece that overlaps elements ``begin`` to ``end`` of a parameter."""
+        """Yield (first element, values) of every saved piece that overlaps elements ``begin`` to ``end`` of a
+        parameter."""
         for rank, key, first, low, high in _overlaps(name, kind, begin, end, pieces):
             yield low, self.tensors(rank).flat(key, low - first, high - first)
 
@@ -187,7 +188,8 @@ class _Parts:
 
 
 def _decoded(file: safefile.TensorFile, key: str, kind: str, first: int, low: int, high: int) -> torch.Tensor:
-    """Elements ``low`` to ``high`` of a moment in 8 bits, of whose saved piece ``first`` is the first; in fp32."""
+    """Return elements ``low`` to ``high`` of a moment in 8 bits, of whose saved piece ``first`` is the first; in
+    fp32."""
     values, skipped = torch.empty(high - low), moments_scales(low - first + 1, first) - 1
     scales = file.flat(key + SCALES, skipped, skipped + moments_scales(high - low, low))
     moments_decode_(file.flat(key, low - first, high - first), scales, values, moment=kind, first=low)
@@ -197,7 +199,7 @@ def _decoded(file: safefile.TensorFile, key: str, kind: str, first: int, low: in
 def _overlaps(
     name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
 ) -> Iterator[tuple[int, str, int, int, int]]:
-    """(rank, key in its file, first element of the saved piece, and what is wanted of it: from, to)."""
+    """Yield (rank, key in its file, first element of the saved piece, and what is wanted of it: from, to)."""
     key = f"{name}/{kind}" if kind else name
     for rank, first, last in pieces:
         low, high = max(begin, first), min(end, last)
@@ -294,7 +296,7 @@ Then = list[Callable[[], None]]
 def _fill_unit(
     engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
 ) -> None:
-    """This rank's shards of one unit's weights."""
+    """Read this rank's shards of one unit's weights."""
     if engine.local or unit.place != WHOLE:
         if not unit.states_in.in_file and not unit.in_file:
             _fill_shards(unit, saved, parts, fills, then)
@@ -311,7 +313,7 @@ def _fill_unit(
 
 
 def _fill_shards(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then) -> None:
-    """Straight into this rank's shard, or into its fp32 master and from there to the shard."""
+    """Read straight into this rank's shard, or into its fp32 master and from there to the shard."""
     wanted = []
     for index, first, elems in unit.pieces():
         entry = unit.params[index]
@@ -333,7 +335,7 @@ def _fill_shards(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: saf
 def _fill_state(
     engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
 ) -> None:
-    """The optimizer's state of this rank's shard: straight into it, or unit by unit where it lives elsewhere."""
+    """Read the optimizer's state of this rank's shard: straight into it, or unit by unit where it lives elsewhere."""
     entries = [saved[entry.names[0]] for entry in unit.params]
     if not unit.states_in.in_file and not any(map(was_trained, entries)):
         engine.forget_optimizer_state(unit)

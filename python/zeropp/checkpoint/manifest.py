@@ -24,12 +24,12 @@ SCALES = ".scales"
 
 
 def part_name(rank: int) -> str:
-    """The file of one rank."""
+    """Return the file of one rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def steps_in(root: Path) -> list[tuple[int, Path]]:
-    """(number, folder) of every finished checkpoint in a folder, lowest first.
+    """Return (number, folder) of every finished checkpoint in a folder, lowest first.
 
     One that was about to be replaced on a file system that cannot exchange names still counts, until the new one has
     its name.
@@ -72,7 +72,8 @@ def candidates(path: Path) -> list[Path]:
 
 
 def none_good(damaged: Mapping[Path, str]) -> CheckpointError:
-    """The error where each checkpoint of a folder is damaged. ``damaged``: what is wrong with each, newest first."""
+    """Return the error where each checkpoint of a folder is damaged. ``damaged``: what is wrong with each, newest
+    first."""
     what = "; ".join(f"{folder.name} is damaged: {wrong}" for folder, wrong in damaged.items())
     if len(damaged) == 1:
         return CheckpointError(f"{what}; restore it from a copy")
@@ -80,7 +81,7 @@ def none_good(damaged: Mapping[Path, str]) -> CheckpointError:
 
 
 def manifest_text(content: Mapping[str, Any]) -> str:
-    """The file: the content and its sum."""
+    """Return the file: the content and its sum."""
     return json.dumps({"sha256": _digest(content), "content": content}, separators=(",", ":"))
 
 
@@ -89,7 +90,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The verified content of a manifest.
+    """Return the verified content of a manifest.
 
     Raises:
         zeropp.CheckpointError: it is missing, damaged, or of a version that this zeropp does not know.

@@ -111,7 +111,8 @@ def export(
 
 
 def whole_state(path: Path, dtype: str | None) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of the newest checkpoint in a folder, whole; tied ones share a tensor under all their names.
+    """Return all parameters and buffers of the newest checkpoint in a folder, whole; tied ones share a tensor under
+    all their names.
 
     Raises:
         zeropp.CheckpointError: there is none, or something in it is not as it was saved.

@@ -16,7 +16,7 @@ from zeropp.checkpoint.plain import from_plain, to_plain
 
 
 def collect(tensors: dict[str, torch.Tensor]) -> Any:
-    """The states as plain data; the larger parts go to ``tensors``."""
+    """Return the states as plain data; the larger parts go to ``tensors``."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),

@@ -134,7 +134,7 @@ def save(
     content: dict[str, Any] = {}
 
     def take() -> dict[str, Any]:
-        """This rank's part: written, or copied to memory."""
+        """Write this rank's part, or copy it to memory."""
         engine.strategy.check_saved(engine)
         pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra, left_out)
         old = plan.spare / part_name(engine.rank)
@@ -198,7 +198,7 @@ def check_optimizer(engine: Engine, optimizer: Any) -> None:
 
 
 def _common_step(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Group]:
-    """The number of the checkpoint, and who saves it."""
+    """Return the number of the checkpoint, and who saves it."""
     asked = ranks.exchange([str(root.absolute()), step, rank_in_job()])
     group = Group([one.pop() for one in asked])
     for rank, one in enumerate(asked):
@@ -240,8 +240,8 @@ class _Plan:
                 files.disk.make_folder(self.parts)
 
     def commit(self, content: dict[str, Any], entries: list[dict[str, Any]]) -> None:
-        """The manifest, the final name, and ``latest``: in this order, each durable before the next. Then the rest
-        goes."""
+        """Write the manifest, the final name, and ``latest``: in this order, each durable before the next. Then the
+        rest goes."""
         try:
             self.group.settle()
             content["files"] = {part_name(rank): entry for rank, entry in enumerate(entries)}
@@ -258,7 +258,7 @@ class _Plan:
             self._retire([*gone, *self._prune()])
 
     def undo(self) -> None:
-        """After a failure."""
+        """Remove what a failed save wrote."""
         if not self.is_writer:  # what lies there is another's
             return
         for folder in (self.partial, self.parts):
@@ -293,7 +293,7 @@ class _Plan:
 def _describe_rank(
     engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, left_out: set[str]
 ) -> tuple[list[Piece], dict[str, Any]]:
-    """The tensors of this rank's file, and what the manifest has to say of them."""
+    """Return the tensors of this rank's file, and what the manifest has to say of them."""
     loose: dict[str, torch.Tensor] = {}
     part: dict[str, Any] = {"pieces": [], "steps": {}, "random": random_state.collect(loose)}
     pieces: list[Piece] = []
@@ -360,7 +360,7 @@ def _unit_pieces(
 def _describe(
     engine: Engine, parts: list[dict[str, Any]], step: int, optimizer: Any, left_out: set[str]
 ) -> dict[str, Any]:
-    """The manifest's content but for ``files``."""
+    """Return the manifest's content but for ``files``."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -422,7 +422,7 @@ def _describe_optimizer(engine: Engine, optimizer: Any) -> dict[str, Any]:
 
 
 def _fill_numbers(plain: Any, numbers: Mapping[str, Any]) -> Any:
-    """A learning rate may be a tensor of one element; its number is what counts."""
+    """Put numbers in place of tensors of one element, such as a learning rate."""
     if isinstance(plain, dict):
         if set(plain) == {"$tensor"}:
             return numbers[plain["$tensor"]]

@@ -35,7 +35,7 @@ class Source(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """All of them."""
+        """Return all names."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -43,10 +43,10 @@ class Source(ABC):
 
     @abstractmethod
     def whole(self, name: str) -> Any:
-        """A tensor; from a mapping whatever stands there."""
+        """Return a tensor; from a mapping whatever stands there."""
 
     def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin`` to ``end`` of the flattened tensor."""
+        """Return elements ``begin`` to ``end`` of the flattened tensor."""
         values: torch.Tensor = self.whole(name)
         return values.detach().reshape(-1)[begin:end]
 
@@ -83,7 +83,7 @@ class _Safetensors(Source):
         return self._file.get_tensor(name)
 
     def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """The rows that hold them are read."""
+        """Read the rows that hold the elements, and return these."""
         shape = self.shape(name)
         row = math.prod(shape[1:])
         if not shape or not row:
@@ -127,7 +127,7 @@ def opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> Iterator[Sourc
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a checkpoint: safetensors where there are both kinds."""
+    """Return the files of a checkpoint: safetensors where there are both kinds."""
     if not path.is_dir():
         return [path]
     for name in INDEXES:

@@ -27,22 +27,25 @@ __all__ = ["get_full", "get_local", "local_range", "set_full", "set_local"]
 
 
 def local_range(param: nn.Parameter) -> tuple[int, int]:
-    """(first, last + 1) of the flattened parameter's elements that this rank keeps, updates and saves. Empty where
-    both are equal. Of a complex parameter: of its numbers, real and imaginary part in turn, as `get_local` has them."""
+    """Return (first, last + 1) of the flattened parameter's elements that this rank keeps, updates and saves. Empty
+    where both are equal. Of a complex parameter: of its numbers, real and imaginary part in turn, as `get_local` has
+    them."""
     part = _Part(_ref(param))
     return part.begin, part.begin + part.elems
 
 
 def get_local(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
-    """A copy of this rank's part, 1-D; None where there is no such thing (a gradient before backward, a state before the
-    first step). Not collective. With a delayed update under way a value is the optimizer's; of fp32 parameters on NVMe, the model's."""
+    """Return a copy of this rank's part, 1-D; None where there is no such thing (a gradient before backward, a state
+    before the first step). Not collective. With a delayed update under way a value is the optimizer's; of fp32
+    parameters on NVMe, the model's."""
     part = _Part(_ref(param))
     held = part.read(kind)
     return None if held is None else held.clone()
 
 
 def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
-    """A copy of the whole, in the parameter's shape, on every rank; None where there is no such thing. Collective.
+    """Return a copy of the whole, in the parameter's shape, on every rank; None where there is no such thing.
+    Collective.
 
     Cost: one gather of this parameter.
 
@@ -148,7 +151,7 @@ class _Part:
         self.first = self.entry.offset_elems + first - self.unit.begin_elems  # in the unit's shard
 
     def _span(self, begin: int) -> tuple[int, int]:
-        """Elements of the parameter in the shard that begins there."""
+        """Return elements of the parameter in the shard that begins there."""
         offset, numel = self.entry.offset_elems, self.entry.numel
         first = min(max(begin - offset, 0), numel)
         return first, max(first, min(begin + self.unit.shard.numel() - offset, numel))
@@ -159,7 +162,7 @@ class _Part:
             yield self._span(rank * self.unit.shard_elems)
 
     def read(self, kind: str) -> torch.Tensor | None:
-        """This rank's part, 1-D, perhaps a view."""
+        """Return this rank's part, 1-D, perhaps a view."""
         self._await_update()
         if kind == "value":
             return _loaded(self.unit.own[self.first : self.first + self.elems].detach())
@@ -171,7 +174,8 @@ class _Part:
         return None if state is None else _loaded(state[self.first : self.first + self.elems])
 
     def _await_update(self) -> None:
-        """One that is delayed, or was begun by a backward, may be writing what is asked for."""
+        """Wait for an update that is delayed; raise for one that a backward began: either may write what is asked
+        for."""
         self.engine.schedule.finish()
         self.engine.schedule.require_ended("a part of a parameter was asked for")
 

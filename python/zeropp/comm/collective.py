@@ -62,7 +62,7 @@ class Ranks:
         return results
 
     def all_try(self, work: Callable[[], T]) -> tuple[list[T], BaseException | None]:
-        """Like :meth:`all_do`, with the error returned: either None on every rank, or an error on every rank."""
+        """Do as :meth:`all_do`, with the error returned: either None on every rank, or an error on every rank."""
         own: BaseException | None = None
         mine: dict[str, Any] = {}
         try:
@@ -79,5 +79,5 @@ class Ranks:
         return [one["result"] for one in every], None
 
     def only_rank_0(self, work: Callable[[], T]) -> T:
-        """``work`` runs on rank 0; every rank gets its result, or an error."""
+        """Run ``work`` on rank 0; every rank gets its result, or an error."""
         return cast(T, self.all_do(lambda: work() if self.rank == 0 else None)[0])

@@ -23,7 +23,7 @@ Call = tuple[int, int, int, int, int, int, int]  # coll, dtype, op, root, dst, s
 
 
 def _current_stream(device: torch.device) -> int:
-    """The address of torch's current stream there."""
+    """Return the address of torch's current stream there."""
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
@@ -55,7 +55,7 @@ class GpuWork:
         return self._source
 
     def future(self, pending: Any, tensors: list[torch.Tensor]) -> Any:
-        """A future whose users' streams wait for the work, while the current stream goes on."""
+        """Return a future whose users' streams wait for the work, while the current stream goes on."""
         finished: Any = torch.futures.Future(devices=[self._group.device])
         if pending.has_more_to_do():  # copies, which a later wait() of the current stream must come after
             pending.wait()

@@ -37,7 +37,7 @@ _of_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """Code of a dtype that reductions know.
+    """Return the code of a dtype that reductions know.
 
     Raises:
         ValueError: naming the dtypes that they do.
@@ -58,10 +58,10 @@ def rows_of(tensor: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int]
 
 
 def create(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> Any:
-    """A new ``_C.Comm`` whose ranks meet over `store`. Collective; may be repeated over the same store.
+    """Make a ``_C.Comm`` whose ranks meet over `store`. Collective; may be repeated over the same store.
 
-    Each repetition gets keys of its own, so cards of an earlier group with the same name, or of ranks that a restart
-    replaced, are never read (rendezvous.py).
+    Each repetition gets keys of its own, so endpoints of an earlier group with the same name, or of ranks that a
+    restart replaced, are never read (rendezvous.py).
     """
     with PatientStore(store, timeout.total_seconds(), name) as patient:
         patient.prefix = f"{rendezvous(patient, rank, ranks, timeout, name)}/"
@@ -124,7 +124,8 @@ def all_traffic() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Any:
-    """The ``_C.Comm`` of a torch.distributed group: its own where the backend is zeropp, else one made over its store.
+    """Return the ``_C.Comm`` of a torch.distributed group: its own where the backend is zeropp, else one made over
+    its store.
 
     Collective at the first call for a group; then kept for as long as the group lives.
 
@@ -153,7 +154,8 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def host_communicator() -> Any:
-    """The ``_C.Comm`` of the ranks of the default group that are on this host. Collective at the first call; then kept."""
+    """Return the ``_C.Comm`` of the ranks of the default group that are on this host. Collective at the first call;
+    then kept."""
     c10d = dist.distributed_c10d
     world, group = communicator(), dist.group.WORLD
     assert group is not None
@@ -173,7 +175,7 @@ def host_communicator() -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The time-out of a group, as far as its backend tells."""
+    """Return the time-out of a group, as far as its backend tells."""
     try:
         return group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):
@@ -185,7 +187,7 @@ def _name_of(group: dist.ProcessGroup) -> str:
 
 
 def _tensor_of(block: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over a block, which lives as long as the tensor's storage."""
+    """Return a tensor over a block, which lives as long as the tensor's storage."""
     memory = (ctypes.c_uint8 * block.bytes).from_address(block.address)
     memory._block = block
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -236,7 +238,7 @@ class Communicator:
         return tensor
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """output = every rank's source, one after the other."""
+        """Fill output with every rank's source, one after the other."""
         _check(output)
         _check(source)
         _same(output, source, source.numel() * self.ranks, "all_gather")
@@ -244,7 +246,7 @@ class Communicator:
         return output
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """output = my slice of source, combined over all ranks."""
+        """Fill output with this rank's shard of source, combined over all ranks."""
         _check(output)
         _check(source)
         _same(source, output, output.numel() * self.ranks, "reduce_scatter")
@@ -313,7 +315,7 @@ class Communicator:
         self.core.quant(code, dtype, OP_CODES[op], to, at, elems, bits, block_elems, node_ranks)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """Everybody's tensor = the root's."""
+        """Give every rank the root's tensor."""
         _check(tensor)
         self.core.broadcast(tensor.data_ptr(), tensor.numel() * tensor.element_size(), root)
         return tensor
@@ -325,7 +327,7 @@ class Communicator:
         output_rows: Sequence[int] | None = None,
         source_rows: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """output = what every rank has for me, one after the other.
+        """Fill output with what every rank sends to this one, one after the other.
 
         Args:
             output_rows, source_rows: how many rows of the first dimension come from, and go to, each rank; None: equal parts.
@@ -386,7 +388,7 @@ class Communicator:
     def _parts(
         self, what: str, argument: str, whole: torch.Tensor | None, part: torch.Tensor, size_bytes: int
     ) -> list[tuple[int, int]]:
-        """(address, bytes) of each rank's part of the root's tensor."""
+        """Return (address, bytes) of each rank's part of the root's tensor."""
         if whole is None:
             raise ValueError(f"comm: {what}: {argument} is None on rank {self.rank}, the root, wanted a tensor")
         _check(whole)
@@ -395,7 +397,7 @@ class Communicator:
         return [(at + rank * size_bytes, size_bytes) for rank in range(self.ranks)]
 
     def _rows(self, what: str, tensor: torch.Tensor, rows: Sequence[int] | None) -> list[tuple[int, int]]:
-        """(address, bytes) of each rank's rows."""
+        """Return (address, bytes) of each rank's rows."""
         _check(tensor)
         have = tensor.shape[0] if tensor.dim() else 1
         if rows is None:

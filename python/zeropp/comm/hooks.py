@@ -26,14 +26,14 @@ _AVERAGES = {hash(ReduceOp.SUM): "sum", hash(ReduceOp.AVG): "avg"}
 def _submit(
     core: Any, coll: str, op: str, output: torch.Tensor, source: torch.Tensor, elems: int, bits: int, block_elems: int
 ) -> Any:
-    """The collective on the progress thread of the group: a ``_C.Work``, which keeps the tensors alive."""
+    """Return the collective on the progress thread of the group: a ``_C.Work``, which keeps the tensors alive."""
     code, dtype = _C.COMM_COLLECTIVES[coll], dtype_code(output.dtype)
     to, at = output.data_ptr(), source.data_ptr()
     return core.submit_quant(code, dtype, OP_CODES[op], to, at, elems, bits, block_elems, 0, (output, source))
 
 
 def check_format(name: str, bits: int, block_elems: int) -> None:
-    """Before anything is registered, so that the error is not one of a backward thread."""
+    """Check the options before anything is registered, so that the error is not one of a backward thread."""
     if bits not in (4, 8):
         raise ConfigError(f"{name}: bits is {bits!r}, wanted 8 or 4")
     if isinstance(block_elems, bool) or not isinstance(block_elems, int) or block_elems < 16 or block_elems % 16:
@@ -89,7 +89,7 @@ def ddp_hook(*, bits: int = 8, block_elems: int = 256) -> Callable[[Any, Any], A
 
 
 def _fsdp2_classes() -> tuple[type, type, type]:
-    """(FSDPModule, AllGather, ReduceScatter) of this torch."""
+    """Return (FSDPModule, AllGather, ReduceScatter) of this torch."""
     try:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter

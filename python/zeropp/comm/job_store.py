@@ -172,7 +172,7 @@ def _place(host: str | None, port: str | None, rank: str, ranks: str, query: dic
 
 
 def find_store(place: Place, timeout: timedelta) -> TCPStore:
-    """The store in which all ranks of this start are; rank 0 makes it. Collective.
+    """Return the store in which all ranks of this start are; rank 0 makes it. Collective.
 
     Raises:
         zeropp.CommTimeoutError: not all ranks came in time; those that are missing are named.
@@ -202,7 +202,8 @@ def find_store(place: Place, timeout: timedelta) -> TCPStore:
 
 
 def _connect(place: Place, end: float, timeout: timedelta) -> TCPStore:
-    """torch would wait for all ranks in here, with no word of who is missing, and try a dead address for several time-outs."""
+    """Connect to the store. torch would wait here for all ranks and name none of them, and try a dead address for
+    several timeouts."""
     limit_s = timeout.total_seconds()
     absent = (
         f"rank 0 of {place.ranks} ranks, which hosts the job's store at {place}, and nobody listens there; did rank 0 start? Look at its "

@@ -57,7 +57,7 @@ class OneBitAllReduce:
         return min(rank * self.slice_elems, self.elems)
 
     def length(self, rank: int) -> int:
-        """Elements of slice ``rank``: the last ones may be shorter, or empty."""
+        """Return elements of slice ``rank``: the last ones may be shorter, or empty."""
         return min(self.slice_elems, self.elems - self.begin(rank))
 
     def reduce(self, tensor: torch.Tensor, *, gather: bool = True) -> None:
@@ -116,7 +116,7 @@ class OneBitAllReduce:
                 scales.mul_(factor)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All memory held: errors and messages."""
+        """Return all memory held: errors and messages."""
         return [self.worker_error, self.server_error, self._scratch, self._result]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class OneBitAllReduce:
         onebit_decode_(source, output, accumulate=accumulate)
 
     def _parts(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and bits of slice ``rank`` in the result."""
+        """Return scales and bits of slice ``rank`` in the result."""
         elems = self.length(rank)
         bits_at = 4 * -(-elems // self.chunk_elems)
         message = self._result[rank * self.message_bytes : (rank + 1) * self.message_bytes]

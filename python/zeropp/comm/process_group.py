@@ -217,7 +217,8 @@ def _blocking(opts: Any) -> bool:
 
 
 def _pieces_at_hand(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]] | None:
-    """(address, bytes) of each tensor, (0, 0) of None; None where one of them must be looked at closely, or copied."""
+    """Return (address, bytes) of each tensor, (0, 0) of None; None where one of them must be looked at closely, or
+    copied."""
     pieces = []
     for tensor in tensors:
         if tensor is None:
@@ -254,7 +255,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
-    """(dtype code, elements) of a tensor that is moved as it is. Dtypes that the core does not know go as bytes."""
+    """Return (dtype code, elements) of a tensor that is moved as it is. Dtypes that the core does not know go as
+    bytes."""
     code = DTYPE_CODES.get(tensor.dtype)
     return (BYTES, _bytes(tensor)) if code is None else (code, tensor.numel())
 
@@ -655,7 +657,7 @@ class ProcessGroup(_ProcessGroup):
     all_to_all_single = alltoall_base
 
     def _split(self, what: str, tensor: torch.Tensor, splits: Sequence[int]) -> list[tuple[int, int]]:
-        """(address, bytes) of each rank's rows; no splits: equal ones."""
+        """Return (address, bytes) of each rank's rows; no splits: equal ones."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if rows % self._size:

@@ -67,7 +67,7 @@ class Reminder:
 
 
 def rendezvous(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> str:
-    """A prefix for keys in `store` that all ranks of this start have, and nobody else. Collective.
+    """Return a prefix for keys in `store` that all ranks of this start have, and nobody else. Collective.
 
     Raises:
         zeropp.CommTimeoutError: not all came in time; those that are missing are named.
@@ -137,7 +137,7 @@ class Rendezvous:
         return keys
 
     def _nonce_of(self, rank: int) -> str:
-        """Its nonce, where it wrote one of a group as large as this; a nonce for another size is of another start."""
+        """Return a rank's nonce, or ""; a nonce for a group of another size is of another start."""
         key = f"zeropp/hello/{rank}"
         nonce = self.store.get(key).decode() if self.store.check([key]) else ""
         return nonce if nonce.startswith(f"{self.ranks} ") else ""
@@ -161,7 +161,8 @@ class Rendezvous:
     looks: int = 0
 
     def _look_for_host(self) -> None:
-        """Often at first, then seldom: it changes where rank 0 comes anew to a store that outlived its group."""
+        """Read rank 0's nonce, often at first, then seldom: it changes where rank 0 comes anew to a store that
+        outlived its group."""
         self.looks += 1
         if self.seen or (self.host and self.looks % 16):
             return
@@ -172,7 +173,7 @@ class Rendezvous:
     """The first of those that :meth:`_absent` named."""
 
     def _absent(self) -> str:
-        """Who is missing, of how many, and where to look."""
+        """Say which ranks are missing, of how many, and where to look."""
         if self.rank == 0 and not self.missing:
             return self._absent_after_all_came()
         if self.rank and self.seen:

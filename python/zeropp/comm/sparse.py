@@ -37,7 +37,8 @@ def all_reduce_sparse(core: Any, tensor: torch.Tensor, op: int) -> torch.Tensor:
 
 
 def _counts(core: Any, mine: torch.Tensor) -> list[int]:
-    """How many elements each rank has. Everything else must agree: every rank sees the same pair that does not."""
+    """Return how many elements each rank has. All else must be equal: every rank raises for the same pair that
+    differs."""
     if mine.dim() > _DIMS:
         raise ValueError(f"zeropp: all_reduce of a sparse tensor with {mine.dim()} dimensions, at most {_DIMS} work")
     code = dtype_code(mine.dtype) if not mine.is_complex() else -mine.element_size()

@@ -27,11 +27,11 @@ class Disk:
     """The operations. What they change is durable only after ``sync`` (a file's bytes) or ``sync_folder`` (names)."""
 
     def make_folder(self, path: Path) -> None:
-        """One folder; nothing where it is there."""
+        """Make one folder, unless it is there."""
         path.mkdir(exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A new empty file; its descriptor. Writes go past the page cache where the file system allows it."""
+        """Make an empty file; return its descriptor. Writes go past the page cache where the file system allows it."""
         return _open_direct(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
 
     def take_over(self, spare: Path, path: Path, size_bytes: int) -> int | None:
@@ -65,7 +65,7 @@ class Disk:
                 raise OSError(number, os.strerror(number))
 
     def write(self, descriptor: int, data: memoryview, offset_bytes: int) -> None:
-        """All of ``data``; what does not fit the rules of direct writes goes through the page cache."""
+        """Write all of ``data``; what does not fit the rules of direct writes goes through the page cache."""
         tail = len(data) % DIRECT_BYTES
         if (
             tail and len(data) > tail and offset_bytes % DIRECT_BYTES == 0
@@ -93,7 +93,7 @@ class Disk:
 
     @staticmethod
     def _write_cached(descriptor: int, data: memoryview, offset_bytes: int) -> None:
-        """By a descriptor of its own: blocks before it, which other threads still write, stay direct."""
+        """Write by a descriptor of its own: blocks before it, which other threads still write, stay direct."""
         other = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
         try:
             while len(data):
@@ -104,16 +104,16 @@ class Disk:
 
     @staticmethod
     def _through_cache(descriptor: int) -> None:
-        """No direct writes from now on."""
+        """Write through the page cache from now on."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
     def sync(self, descriptor: int) -> None:
-        """The file's bytes are on the disk when this returns."""
+        """Wait until the file's bytes are on the disk."""
         os.fsync(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """In one step; a file (not a folder) that has the new name goes."""
+        """Rename in one step; a file (not a folder) that has the new name is replaced."""
         old.rename(new)
 
     def exchange(self, first: Path, second: Path) -> bool:
@@ -130,14 +130,14 @@ class Disk:
         raise OSError(number, os.strerror(number), str(second))
 
     def remove_tree(self, path: Path) -> None:
-        """A folder with all in it, or a file; nothing where there is none."""
+        """Remove a folder with all in it, or a file; do nothing where there is none."""
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
     def sync_folder(self, path: Path) -> None:
-        """The names in a folder are on the disk when this returns."""
+        """Wait until the names in a folder are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -171,7 +171,7 @@ disk = Disk()
 
 
 def make_folders(path: Path) -> None:
-    """A folder and those above it that are missing, durably: else a power cut could take all that is put in it."""
+    """Make a folder and those above it that are missing, durably: else a power cut could take all that is put in it."""
     for one in (*reversed(path.parents), path):
         if not one.is_dir():
             if one.exists():

@@ -148,14 +148,14 @@ def take(folder: Path, user: Any, job: str | None = None, ranks: tuple[int, ...]
 
 
 def leave(user: Any) -> None:
-    """``user`` writes no more. Never waits."""
+    """Let ``user`` write no more. Never wait."""
     _leaving.append(user)
     _let_leavers_go()
 
 
 @atexit.register
 def leave_all() -> None:
-    """The end of the process."""
+    """Give up all holds, at the end of the process."""
     with _guarded():
         for name, hold in list(_held.items()):
             _let_go(name, hold)
@@ -179,7 +179,7 @@ def _let_go(name: str, hold: Hold) -> None:
 
 
 def _in_child() -> None:
-    """A forked process is not the writer; and must not keep the lock of one that dies."""
+    """Give up all holds in a forked process: it is not the writer, and must not keep the lock of one that dies."""
     global _guard
     _guard = threading.Lock()
     _leaving.clear()
@@ -258,7 +258,7 @@ def _begin(path: Path, descriptor: int, job: str | None, ranks: tuple[int, ...])
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """The descriptor, and whether it can be written to."""
+    """Return the descriptor, and whether it can be written to."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), True
     except PermissionError:

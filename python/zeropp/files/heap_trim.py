@@ -28,7 +28,7 @@ class HeapTrim:
 
 
 def give_back() -> None:
-    """glibc's own call, where there is a glibc: all arenas, whole pages."""
+    """Give back whole pages of all arenas, by glibc's own call, where there is a glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

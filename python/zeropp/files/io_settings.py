@@ -34,7 +34,7 @@ class IoSettings:
 
 
 def cache_file() -> Path:
-    """``io.json`` in ``$XDG_CACHE_HOME/zeropp`` or ``~/.cache/zeropp``.
+    """Return ``io.json`` in ``$XDG_CACHE_HOME/zeropp`` or ``~/.cache/zeropp``.
 
     Raises:
         FileNotFoundError: there is no home, as for a container's nameless user.
@@ -48,7 +48,8 @@ def cache_file() -> Path:
 
 
 def device_name(path: str | os.PathLike[str]) -> str:
-    """Name of the device that holds a path: host, block device its size: another disk in its place is new."""
+    """Return the name of the device that holds a path: host, block device its size: another disk in its place is
+    new."""
     number = Path(path).stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     name, sectors = f"{os.major(number)}:{os.minor(number)}", ""
@@ -67,7 +68,7 @@ def _load() -> dict[str, object]:
 
 
 def measured(path: str | os.PathLike[str]) -> IoSettings | None:
-    """Settings measured for the device of ``path``; None: never measured, or the path is not there."""
+    """Return the settings measured for the device of ``path``; None: never measured, or the path is not there."""
     try:
         values = _load().get(device_name(path))
         known = IoSettings(**values) if isinstance(values, dict) else None
@@ -92,7 +93,8 @@ DEFAULT = IoSettings(depth=32, block_bytes=1 << 20, read_gb_s=0.0, write_gb_s=0.
 
 
 def shape(folders: Sequence[str | os.PathLike[str]], stripe_bytes: int) -> tuple[int, int] | None:
-    """Depth and bytes of a block for files that are striped over folders; None: none of their devices was measured.
+    """Return depth and bytes of a block for files that are striped over folders; None: none of their devices was
+    measured.
 
     An operation lies in one stripe, and is as large as all of the devices like. The depth gives each folder the bytes in flight
     that its device had when it was measured, so that together they have the sum.

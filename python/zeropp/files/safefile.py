@@ -66,7 +66,8 @@ class Piece:
 
 
 def piece_of(name: str, tensor: torch.Tensor) -> Piece:
-    """A tensor that is in memory: contiguous, on the CPU. What is elsewhere brings its own ``parts`` (offload.py)."""
+    """Return a tensor that is in memory: contiguous, on the CPU. What is elsewhere brings its own ``parts``
+    (offload.py)."""
     parts = getattr(tensor, "parts", lambda: (tensor,))
     return Piece(name, tensor.dtype, tuple(tensor.shape), parts)
 
@@ -105,13 +106,14 @@ def write_pieces(
 
 
 def create(path: Path, whole_bytes: int, spare: Path | None) -> int:
-    """A file to be written: ``spare`` under its new name, or a new one."""
+    """Open a file to be written: ``spare`` under its new name, or a new one."""
     descriptor = None if spare is None else files.disk.take_over(spare, path, whole_bytes)
     return files.disk.create(path) if descriptor is None else descriptor
 
 
 def write_blocks(descriptor: int, whole_bytes: int, blocks: Iterable[Block]) -> dict[str, Any]:
-    """The bytes of a file, in blocks of ``BLOCK_BYTES`` of which the last may be shorter; synced. Returns its entry.
+    """Write the bytes of a file, in blocks of ``BLOCK_BYTES`` of which the last may be shorter; synced. Returns its
+    entry.
 
     A block may be overwritten once ``RING_BLOCKS`` - 1 more were taken from ``blocks``.
     """
@@ -152,8 +154,8 @@ def header_of(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
 
 
 def image_of(pieces: Sequence[Piece], metadata: Mapping[str, str], memory: mmap.mmap | None) -> tuple[mmap.mmap, int]:
-    """A whole file in memory, for :func:`image_blocks`: (memory, bytes used). ``memory`` is used again where it is
-    enough; pages that are there already cost no page fault."""
+    """Return a whole file in memory, for :func:`image_blocks`: (memory, bytes used). ``memory`` is used again where
+    it is enough; pages that are there already cost no page fault."""
     header = header_of(pieces, metadata)
     whole_bytes = len(header) + sum(piece.nbytes for piece in pieces)
     if memory is None or len(memory) < whole_bytes:
@@ -171,7 +173,7 @@ def image_of(pieces: Sequence[Piece], metadata: Mapping[str, str], memory: mmap.
 
 
 def image_blocks(image: mmap.mmap, whole_bytes: int) -> Iterator[Block]:
-    """The blocks of a file that lies in memory."""
+    """Yield the blocks of a file that lies in memory."""
     with memoryview(image) as view:
         for first in range(0, whole_bytes, BLOCK_BYTES):
             yield view[first : min(first + BLOCK_BYTES, whole_bytes)], None
@@ -202,7 +204,7 @@ def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
 
 
 def _assembled(chunks: Iterable[torch.Tensor]) -> Iterator[Block]:
-    """A stream that comes in pieces of any size, as blocks that lie aligned in a ring, with their sums."""
+    """Yield a stream that comes in pieces of any size, as blocks that lie aligned in a ring, with their sums."""
     size = BLOCK_BYTES
     ring = _memory(RING_BLOCKS * max(size, mmap.PAGESIZE))
     view = memoryview(ring)
@@ -346,7 +348,7 @@ class Fills:
         self._behind = _Behind(2 * THREADS)
 
     def add(self, path: Path, descriptor: int, offset: int, values: torch.Tensor) -> None:
-        """Bytes from ``offset`` on, into a contiguous tensor."""
+        """Read bytes from ``offset`` on, into a contiguous tensor."""
         if not values.numel():
             return
         view = byte_view(values)
@@ -392,7 +394,7 @@ class TensorFile:
         self._file.close()
 
     def names(self) -> list[str]:
-        """The tensors in it."""
+        """Return the tensors in it."""
         return list(self._entries)
 
     def shape(self, name: str) -> list[int]:
@@ -402,12 +404,12 @@ class TensorFile:
         return _DTYPES[self._entry(name)["dtype"]]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Return a whole tensor."""
         shape = self.shape(name)
         return self.flat(name, 0, math.prod(shape)).view(shape)
 
     def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin`` to ``end`` of the flattened tensor."""
+        """Return elements ``begin`` to ``end`` of the flattened tensor."""
         dtype = self.dtype(name)
         values = torch.empty(end - begin, dtype=dtype)
         if end > begin:
@@ -416,7 +418,7 @@ class TensorFile:
         return values
 
     def fill(self, fills: Fills, name: str, begin: int, values: torch.Tensor) -> None:
-        """Elements from ``begin`` on of the flattened tensor, into a contiguous tensor of the same type."""
+        """Read elements from ``begin`` on of the flattened tensor, into a contiguous tensor of the same type."""
         assert values.dtype == self.dtype(name)
         fills.add(self.path, self._file.fileno(), self._offset(name, begin), values)
 

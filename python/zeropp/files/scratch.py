@@ -51,7 +51,7 @@ class Scratch:
 
     @property
     def folder(self) -> Path:
-        """The first one."""
+        """Return the first folder."""
         return self.folders[0]
 
     def _make(self) -> None:
@@ -59,7 +59,7 @@ class Scratch:
             place.make()
 
     def file(self, name: str, shared: bool = False) -> ScratchFile:
-        """A file of this rank, or with ``shared`` of all ranks of the host."""
+        """Return a file of this rank, or with ``shared`` of all ranks of the host."""
         return ScratchFile(tuple((folder.parent if shared else folder) / name for folder in self.folders))
 
     def remove(self) -> None:
@@ -122,7 +122,8 @@ _held = threading.local()
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """This thread's already: nothing. The garbage collector may end an older model, and so remove its folder, anywhere."""
+    """Hold the lock on a folder; do nothing where this thread has it. The garbage collector may end an older model,
+    and so remove its folder, anywhere."""
     mine: set[str] = _held.__dict__.setdefault("folders", set())
     if str(folder) in mine:
         yield

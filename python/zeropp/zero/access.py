@@ -98,7 +98,7 @@ def _whole(unit: Unit) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(engine: Engine, units: list[Unit]) -> Iterator[None]:
-    """One shared copy must not be written by every rank: notice it by torch's version counters."""
+    """Raise if a shared copy was written, which torch's version counters tell: not every rank may write it."""
     shared = [e for u in units if u.shared for e in u.params]
     before = [e.param._version for e in shared]
     yield
@@ -144,7 +144,7 @@ def _spread(engine: Engine, units: list[Unit]) -> None:
 
 
 def _refresh_master(unit: Unit) -> None:
-    """Only what changed: the master has bits that the low-precision copy has not."""
+    """Copy what changed to the master, and nothing else: the master has bits that the low-precision copy has not."""
 
     def change(first: int, master: torch.Tensor) -> bool:
         begin = unit.begin_elems + first
@@ -187,8 +187,8 @@ def _summed(found: Iterable[Bytes]) -> Bytes:
 
 
 def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
-    """Bytes of model states on this rank: ``{"cpu": {kind: {"planned": bytes, "held": bytes}}, "parameters": n, ...}``;
-    with states or parameters offloaded also ``"nvme"``, the same of the scratch files.
+    """Return bytes of model states on this rank: ``{"cpu": {kind: {"planned": bytes, "held": bytes}}, "parameters":
+    n, ...}``; with states or parameters offloaded also ``"nvme"``, the same of the scratch files.
 
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
     whole now), ``buckets`` (memory of gradients on their way; it stays for the next ones; ``buckets_peak``: the most that were under
@@ -249,8 +249,8 @@ _traffic_before: dict[tuple[str, str, str], int] = {}
 
 
 def traffic(reset: bool = False) -> dict[str, dict[str, dict[str, int]]]:
-    """Bytes that this rank read from its peers, since the start or the last reset; with something offloaded to "nvme"
-    also what it read from the disk and wrote to it.
+    """Return bytes that this rank read from its peers, since the start or the last reset; with something offloaded to
+    "nvme" also what it read from the disk and wrote to it.
 
     Returns:
         ``{"shm": {"all_gather": {"bytes": n, "calls": n}, ...}}``, by link class (``shm`` within a host, ``network``

@@ -390,7 +390,7 @@ def register(model: nn.Module, engine: Engine) -> None:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a prepared model, or of one of its modules."""
+    """Return the engine of a prepared model, or of one of its modules."""
     raise_strays()
     engine: Engine | None = engines.get(model)
     if engine is not None:

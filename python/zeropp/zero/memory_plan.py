@@ -86,7 +86,7 @@ class _Run:
 
     @property
     def sharers(self) -> int:
-        """How many ranks have one copy of what is loaded together."""
+        """Return how many ranks have one copy of what is loaded together."""
         return self.ranks if self.config.stored_name is None else self.ranks // self.hosts
 
     def on_nvme(self, *kinds: str) -> bool:
@@ -130,7 +130,7 @@ def estimate(
     tokens: int | None = None,
     tflops: float | None = None,
 ) -> dict[str, Any]:
-    """Bytes that each rank will hold and move; nothing is prepared or allocated.
+    """Return bytes that each rank will hold and move; nothing is prepared or allocated.
 
     Args:
         model: plain, on any device, also meta.

@@ -25,7 +25,7 @@ WHOLE, HOST, SHARD, FILE = range(4)  # enum zpp_place
 
 
 def tensor_over(owner: object, address: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 1-D tensor over memory that ``owner`` keeps alive for as long as any view of it lives."""
+    """Return a 1-D tensor over memory that ``owner`` keeps alive for as long as any view of it lives."""
     if elems == 0:
         return torch.empty(0, dtype=dtype)
     buffer_type: Any = type("Buffer", (ctypes.c_char * (elems * dtype.itemsize),), {})
@@ -46,7 +46,7 @@ class Entry:
     is_complex: bool = False
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A view of the parameter's numbers, 1-D and real, as the parameter has them."""
+        """Return a view of the parameter's numbers, 1-D and real, as the parameter has them."""
         return torch.view_as_complex(flat.view(*self.shape, 2)) if self.is_complex else flat.view(self.shape)
 
     def numbers(self, values: torch.Tensor) -> torch.Tensor:
@@ -333,7 +333,8 @@ class Unit:
         self.states_in.update_master(self, change)
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(parameter, first element in ``shard``, elements) of every parameter that this rank owns a part of."""
+        """Yield (parameter, first element in ``shard``, elements) of every parameter that this rank owns a part
+        of."""
         end = self.begin_elems + self.shard.numel()
         for i, entry in enumerate(self.params):
             first = max(entry.offset_elems, self.begin_elems)

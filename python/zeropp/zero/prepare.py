@@ -161,7 +161,8 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Another method of a prepared model or of one of its modules that is called as ``forward`` is, such as ``generate_features``.
+    """Let another method of a prepared model, or of one of its modules, be called as ``forward`` is, such as
+    ``generate_features``.
 
     Inside it parameters that belong to the module itself may be read. (Submodules that it calls need nothing.)
 
@@ -177,7 +178,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def attach(model: nn.Module, optimizer: Optimizer) -> None:
-    """An optimizer for a prepared model, in place of the one it may have: that one's state is gone, and it steps no more.
+    """Give a prepared model an optimizer, in place of the one it may have: that one's state is gone, and it steps no
+    more.
 
     Frameworks make a new optimizer for each of their runs.
     """
@@ -298,7 +300,7 @@ def _check_trained(plans: list[UnitPlan], facts: compat.Facts, dtype: torch.dtyp
 
 
 def _communicator() -> Any:
-    """The C communicator over whatever process group runs; None for one rank."""
+    """Return the C communicator over whatever process group runs; None for one rank."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None

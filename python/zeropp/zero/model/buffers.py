@@ -73,7 +73,7 @@ def _can_travel(buffer: torch.Tensor) -> bool:
 
 
 def descriptions(model: nn.Module) -> list[bytes]:
-    """One line a buffer, for a comparison of the ranks."""
+    """Return a line for each buffer, for a comparison of the ranks."""
     return [f"'{name}' {tuple(one.shape)} {one.dtype}".encode() for name, one in model.named_buffers()]
 
 
@@ -90,14 +90,14 @@ def hand_over(model: nn.Module, comm: Any) -> None:
 
 
 def follow(model: nn.Module, core: Any) -> None:
-    """From now on; collective. Nothing where the model has none."""
+    """Let buffers follow rank 0 from now on; collective. Do nothing where the model has none."""
     buffers = Buffers(model)
     if buffers.places:
         core.set_buffers(buffers, buffers.sizes)
 
 
 def explain_sync_batch_norm(model: nn.Module) -> None:
-    """torch's SyncBatchNorm refuses to train on a CPU, in words that name no way out."""
+    """Raise for a SyncBatchNorm that is to train on a CPU, which torch refuses without a way out."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.register_forward_pre_hook(functools.partial(_refuse_on_cpu, name))

@@ -198,7 +198,7 @@ def materialise(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """This rank's shard of a sharded parameter, into its place among all values: 1-D, of the parameter's length."""
+    """Copy this rank's shard of a sharded parameter into its place among all values: 1-D, of the parameter's length."""
     with torch._C.DisableTorchFunctionSubclass():
         mine = _values_of(parameter)
         part = whole[_rank() * mine.numel() :][: mine.numel()]
@@ -229,7 +229,7 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: Folders | None = Non
 def construction(
     window_bytes: int = WINDOW_BYTES, *, path: Folders | None = None, from_rank_0: bool = False
 ) -> Iterator[None]:
-    """:func:`sharded_init`, with one more way for code that was written for DeepSpeed.
+    """Do as :func:`sharded_init`, with one more option for code that was written for DeepSpeed.
 
     Args:
         from_rank_0: ranks may draw different values, or none; rank 0's are taken, at the price of a broadcast of every
@@ -271,7 +271,7 @@ class _SliceFolders:
         self._used_bytes = {Path(one): 0 for one in ((chosen,) if isinstance(chosen, str) else chosen)}
 
     def take(self, size_bytes: int) -> Path:
-        """A folder for so many bytes."""
+        """Return a folder for so many bytes."""
         folder = min(self._used_bytes, key=self._used_bytes.__getitem__)
         self._used_bytes[folder] += size_bytes
         return folder
@@ -309,7 +309,7 @@ class _Construction:
     # --- the window -------------------------------------------------------------------------------------------------
 
     def follow(self, parameter: nn.Parameter, name: str) -> None:
-        """A new parameter, whole as it comes. Classes of their own, and values on meta, are not ours to shard."""
+        """Take a new parameter, which is whole. Classes of their own, and values on meta, are left alone."""
         if "_zeropp_built" in parameter.__dict__ or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
         parameter.__class__ = LiveParameter
@@ -319,7 +319,7 @@ class _Construction:
 
     @contextlib.contextmanager
     def whole_meanwhile(self) -> Iterator[None]:
-        """An operation runs: what it was given stays whole until it is done."""
+        """Keep whole what an operation was given, until it is done."""
         self.operations += 1
         try:
             yield
@@ -370,7 +370,7 @@ class _Construction:
         self.heap_trim.freed(size_bytes)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """As ``named_parameters`` of the outermost module will say it."""
+        """Return the name that ``named_parameters`` of the outermost module will give."""
         record = _record_of(parameter)
         module = record.owner() if record.owner is not None else None
         parts = [record.name]
@@ -425,7 +425,7 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
 
 
 def _shard_of(values: torch.Tensor, waiting: _SliceFolders | None = None) -> torch.Tensor:
-    """This rank's part of all values, in memory of its own."""
+    """Return this rank's part of all values, in memory of its own."""
     ranks, rank = _ranks(), _rank()
     per_rank = -(-values.numel() // ranks)
     mine = _apart(per_rank, values.dtype, values.device, waiting)
@@ -463,7 +463,8 @@ def _values_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
-    """One element that looks like the whole: a read that bypasses the class sees NaN, and touches no freed memory."""
+    """Return one element that looks like the whole: a read that bypasses the class sees NaN, and touches no freed
+    memory."""
     one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
     if one.is_floating_point() or one.is_complex():
         one.fill_(float("nan"))
@@ -471,8 +472,8 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(elems: int, dtype: torch.dtype, device: torch.device, waiting: _SliceFolders | None) -> torch.Tensor:
-    """Zeros in pages of their own: shards that stay, between whole parameters that go, would leave holes in malloc's
-    heap. With ``waiting`` they are pages of a file."""
+    """Return zeros in pages of their own: shards that stay, between whole parameters that go, would leave holes in
+    malloc's heap. With ``waiting`` they are pages of a file."""
     size_bytes = elems * dtype.itemsize
     if device.type != "cpu" or size_bytes < OWN_PAGES_BYTES:
         return torch.zeros(elems, dtype=dtype, device=device)
@@ -514,7 +515,7 @@ def _held_by_nobody_else(gathered: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(values: torch.Tensor) -> int:
-    """Sum of the bits as integers: as fast as memory, and two draws of a random stream do not agree in it."""
+    """Return the sum of the bits as integers: as fast as memory, and different for two draws of a random stream."""
     if not values.numel():
         return 0
     as_integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]

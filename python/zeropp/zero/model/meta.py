@@ -64,7 +64,7 @@ def _meta_names(module: nn.Module) -> list[str]:
 
 
 def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As constructors finish; each module once."""
+    """Yield each module once, with its path, in the order in which constructors finish."""
     seen: set[nn.Module] = set()
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -95,7 +95,7 @@ def _draws_of(model: nn.Module, path: str) -> list[Draw]:
 
 @contextlib.contextmanager
 def _sliced(model: nn.Module, path: Folders | None) -> Iterator[Follow]:
-    """Inside, a parameter is sliced when newer ones need the room, once it was given to what this yields."""
+    """Yield a function to give parameters to; inside, those are sharded when newer ones need their memory."""
     with init.construction(path=path, from_rank_0=True):
         active = init._active
         if active is None:
@@ -134,7 +134,7 @@ def _give_memory(parameter: nn.Parameter) -> None:
 
 
 def _unset(tensor: Any) -> torch.Tensor:
-    """Memory for it, filled with what nobody draws."""
+    """Return memory for it, filled with a mark that no initialisation draws."""
     values = torch.empty_like(tensor, device="cpu", requires_grad=False)
     return values.fill_(_mark(tensor.dtype))
 

@@ -63,7 +63,7 @@ class Ref:
 
 
 def ref_of(parameter: torch.Tensor) -> Ref | None:
-    """The parameter's place in a prepared model, or None."""
+    """Return the parameter's place in a prepared model, or None."""
     return getattr(parameter, "_zeropp", None)
 
 

@@ -27,7 +27,7 @@ _MOST_DIFFERENCES = 4
 
 
 def check_same_config(comm: Any, config: Config, optimizer: Any) -> None:
-    """All ranks have the same configuration and class of optimizer, or all of them hear what differs. Collective.
+    """Check that all ranks have the same configuration and class of optimizer. Collective.
 
     Raises:
         zeropp.ConfigError: names each key that differs, its values and who has them.
@@ -61,7 +61,7 @@ def _differences(facts: list[dict[str, str]]) -> str:
 
 
 def _facts(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(path of a key, its value as text), for all keys of a configuration and of what stands in it."""
+    """Yield (path of a key, its value as text), for all keys of a configuration and of what stands in it."""
     for field in dataclasses.fields(value):
         if field.name in LEFT_OUT:
             continue
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
 
 
 def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
-    """All ranks' byte strings of one length."""
+    """Return all ranks' byte strings of one length."""
     source = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     every = torch.empty(len(mine) * comm.ranks, dtype=torch.uint8)
     comm.all_gather(every.data_ptr(), source.data_ptr(), len(mine))
@@ -98,7 +98,7 @@ def _description(plan: UnitPlan, i: int) -> bytes:
 
 
 def check_same_model(comm: Any, plans: list[UnitPlan]) -> None:
-    """All ranks prepare the same parameters, or all of them hear the first that differs."""
+    """Check that all ranks prepare the same parameters; all of them raise the first that differs."""
     check_same_lines(comm, [_description(plan, i) for plan in plans for i in range(len(plan.params))], "parameter")
 
 

@@ -61,7 +61,8 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Children of the outermost containers that repeat one class: transformer layers, as everybody writes them."""
+    """Return children of the outermost containers that repeat one class: transformer layers, as everybody writes
+    them."""
     blocks: list[nn.Module] = []
     seen: set[nn.Module] = set()
 
@@ -105,7 +106,7 @@ def _blocks_of_classes(model: nn.Module, classes: Iterable[type | str]) -> list[
 
 
 def _blocks_of_size(model: nn.Module, most_bytes: int) -> list[list[nn.Module]]:
-    """Consecutive owners of parameters, together until they hold ``most_bytes``."""
+    """Return consecutive owners of parameters, together until they hold ``most_bytes``."""
     groups: list[list[nn.Module]] = []
     held = 0
     for module in model.modules():

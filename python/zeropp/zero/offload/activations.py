@@ -66,7 +66,7 @@ def innermost_partition() -> Any:
 
 
 def running() -> ActivationFile | None:
-    """The tier of the model whose forward runs in this thread."""
+    """Return the tier of the model whose forward runs in this thread."""
     return getattr(_running, "tier", None)
 
 
@@ -101,7 +101,8 @@ class Saved:
         self.changed = False
 
     def check_unchanged(self) -> None:
-        """A change in place after autograd saved a tensor would make wrong gradients; torch refuses it in backward."""
+        """Raise RuntimeError, as torch does in backward, where the tensor was changed in place after autograd saved
+        it."""
         if self.changed or (self.source is not None and self.source._version != self.version):
             self.changed = True
             raise RuntimeError(
@@ -121,7 +122,7 @@ class View:
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def over(self, flat: Tensor) -> Tensor:
-        """The tensor again, over the bytes of its storage."""
+        """Return the tensor again, over the bytes of its storage."""
         item = self.dtype.itemsize
         typed = flat[: flat.numel() // item * item].view(self.dtype)
         return typed.as_strided(self.size, self.stride, typed.storage_offset() + self.offset)
@@ -227,7 +228,7 @@ class ActivationFile(ActivationStore):
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def forward(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """``call(*args, **kwargs)``, with what autograd saves in it offloaded."""
+        """Return ``call(*args, **kwargs)``; what autograd saves in it is offloaded."""
         if self._closed or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return call(*args, **kwargs)
         stays = _storages_kept_anyway(module, args, kwargs)
@@ -426,7 +427,7 @@ def _storages_kept_anyway(module: nn.Module, args: Any, kwargs: Any) -> set[int]
 
 
 def _page_aligned(memory: Tensor, size: int) -> Tensor:
-    """``size`` bytes that begin at a page, so that whole pages are read straight into them."""
+    """Return ``size`` bytes that begin at a page, so that whole pages are read straight into them."""
     first = -memory.data_ptr() % PAGE_BYTES
     return memory[first : first + size]
 

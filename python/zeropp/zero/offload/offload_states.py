@@ -40,8 +40,8 @@ def offload_states(*, optimizer: Any, to: str = "cpu", path: Folders | None = No
     Returns:
         Bytes that moved on this rank; 0 where they were there already.
 
-    While they are away the model computes, generates, and is read as ever; a step, a checkpoint and what else needs them raises
-    ``zeropp.Error``. What is away is lost with the process: it is no checkpoint.
+    While they are offloaded the model computes, generates, and is read as ever; a step, a checkpoint and what else
+    needs them raises ``zeropp.Error``. Offloaded states are lost with the process: they are no checkpoint.
 
     Raises:
         zeropp.TierError: the disk is full or failed; nothing moved then. On every rank.
@@ -129,7 +129,7 @@ class OffloadedStates(StateStore):
         return {("cpu", "master"): 0, ("cpu", "optimizer"): 0, ("nvme", "away"): self.size_bytes}
 
     def _move(self, scratch: Scratch, write: bool) -> None:
-        """One file, each tensor from an aligned offset on. The block's end waits for all writes."""
+        """Write or read one file, each tensor from an aligned offset on. The end of the block waits for all writes."""
         with aio.Engine(paths=scratch.folders, stripe_bytes=STRIPE_BYTES) as files:
             at = 0
             for one in self._tensors:

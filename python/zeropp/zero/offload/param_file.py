@@ -67,7 +67,8 @@ class ParamFile(FileStore, ParamStore):
         self._open_in(scratch, self._zero.params_figures, self._zero.close_params, work)
 
     def _check_same_folders(self, ranks: Ranks, here: Sequence[int]) -> None:
-        """A stripe is found by the place of its folder among the others. Whether one folder is the same, its file tells."""
+        """Check that the ranks of a host have the same folders in the same order: a stripe is found by the place of
+        its folder."""
         mine = [str(part.parent.parent.resolve()) for part in self.file.parts]
         others = ranks.exchange(mine)
 

@@ -29,7 +29,7 @@ class Storage:
     """True if a step or a write failed half-way, on any rank, and no checkpoint was loaded since."""
 
     def raise_on_all(self, error: BaseException | None) -> None:
-        """Collective, after every step: return if it succeeded on all ranks; else raise, on all of them."""
+        """Return if a step succeeded on all ranks; else raise, on all of them. Collective, after every step."""
         if error is not None:
             raise error
 
@@ -64,7 +64,7 @@ class FileStorage(Storage):
         self.recover: list[Callable[[], None]] = [self._core.params_recovered]
 
     def raise_on_all(self, error: BaseException | None) -> None:
-        """Collective, after every step: it succeeded on all ranks, or raises on all of them.
+        """Return if a step succeeded on all ranks; else raise, on all of them. Collective, after every step.
 
         Where some shards were stepped and others not, here or elsewhere, everything but a load is refused from then on.
         A rank that was interrupted after its step raises alone: nothing is inconsistent.
@@ -175,7 +175,8 @@ disk_traffic = DiskTraffic()
 
 
 def io_shape(scratch: Scratch) -> tuple[int, int]:
-    """Depth and bytes of a block that ``bench-io`` found best for the scratch folder's disk, or disks; 0, 0: not measured."""
+    """Return depth and bytes of a block that ``bench-io`` found best for the scratch folder's disk, or disks; 0, 0:
+    not measured."""
     return io_settings.shape(scratch.folders, STRIPE_BYTES) or (0, 0)
 
 
@@ -258,7 +259,7 @@ class FileStore:
 
 
 def end_store(close: Callable[[], object], number: int, scratch: Scratch, owner: int) -> None:
-    """The model is gone: the file is closed, its traffic kept, the folder removed."""
+    """Close the file of a model that is gone: its traffic is kept, its folder removed."""
     if os.getpid() == owner:  # a forked child leaves its parent's files alone
         disk_traffic.close(number)
         close()

@@ -26,7 +26,7 @@ _KNOWN = (*ADAMS, *ELEMENTWISE, *WHOLE)
 
 
 def kind_of(optimizer: optim.Optimizer | type) -> type:
-    """The class whose ``step`` it has, where zeropp knows that class; else its own."""
+    """Return the class whose ``step`` it has, where zeropp knows that class; else its own."""
     own: type = optimizer if isinstance(optimizer, type) else type(optimizer)
     if own in _KNOWN:
         return own

@@ -59,7 +59,8 @@ class Delayed(StepSchedule):
         self._well = not any(self._core.step_begin(int(failed or self._core.delayed_failed())))
 
     def _show(self) -> bool:
-        """The model gets the new values, or, where the update failed on some rank, on none of them. Raises where it did here."""
+        """Publish the new values to the model; on no rank if the update failed on one. Raise its error where that is
+        this rank."""
         self._core.delayed_wait()
         if self._well:
             self._core.delayed_publish()
@@ -84,7 +85,8 @@ class Delayed(StepSchedule):
         engine.clear_gradients()
 
     def _begin_exact(self, groups: Groups, scale: float) -> None:
-        """And to its end. Where files can fail, the ranks meet once more before anybody shows its values."""
+        """Begin an exact update and wait for its end. Where files can fail, the ranks meet again before any publishes
+        its values."""
         failure = None
         try:
             self._core.delayed_begin(groups, scale, True)

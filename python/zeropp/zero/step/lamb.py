@@ -44,18 +44,18 @@ class Lamb(CollectiveStep):
         self.lamb_step(scale)
 
     def trust(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Least and greatest ratio of the norms."""
+        """Return least and greatest ratio of the norms."""
         least, most = group["trust"]
         return float(least), float(most)
 
     # -- numbers a tensor ----------------------------------------------------------------------------------------------
 
     def table(self, columns: int) -> Tensor:
-        """Zeros: [shards, tensors, columns], of which this rank fills the shards that it steps."""
+        """Return zeros: [shards, tensors, columns], of which this rank fills the shards that it steps."""
         return torch.zeros(self.engine.ranks, self._rows, columns, dtype=torch.float64)
 
     def gathered(self, table: Tensor) -> Tensor:
-        """Collective where sliced: every rank's row."""
+        """Return every rank's row; collective where states are sharded."""
         if not self.engine.local:
             mine = table[self.engine.rank].contiguous()
             self.engine.comm.all_gather(table.data_ptr(), mine.data_ptr(), mine.nbytes)
@@ -66,7 +66,7 @@ class Lamb(CollectiveStep):
 
     @staticmethod
     def summed(table: Tensor) -> Tensor:
-        """Over shards, in their order."""
+        """Return the sum over shards, in their order."""
         total = table[0].clone()
         for one in table[1:]:
             total += one
@@ -75,7 +75,8 @@ class Lamb(CollectiveStep):
     # -- the exact step ------------------------------------------------------------------------------------------------
 
     def lamb_step(self, scale: float) -> dict[int, float]:
-        """One step of LAMB with reduced gradients: ``{row: ratio of the norms}`` where neither of them is 0."""
+        """Take a step of LAMB with reduced gradients. Return ``{row: ratio of the norms}`` where neither of them is
+        0."""
         stepped: list[tuple[Slot, list[int]]] = []
         updates: list[Update] = []
         table = self.table(2)
@@ -114,7 +115,7 @@ class Lamb(CollectiveStep):
         return [piece for piece in slot.pieces if slot.present[piece.param]]
 
     def _directions(self, slot: Slot, steps: list[int], scale: float, table: Tensor) -> None:
-        """Moments of one unit, and the squares of its parameters and of their updates."""
+        """Update the moments of one unit; put the squares of its parameters and of their updates into the table."""
         beta1, beta2 = self.betas()
         own = slot.unit.own, self.reduced(slot, scale), slot.state("exp_avg"), slot.state("exp_avg_sq")
         for index, group in enumerate(self._groups):
@@ -145,11 +146,11 @@ class Lamb(CollectiveStep):
         self.step_frozen(slot, pieces, slot.state("exp_avg"), **rates)
 
     def coefficient(self, slot: Slot, param: int) -> float:
-        """``exp_avg`` holds the momentum times this."""
+        """Return the factor of the momentum in ``exp_avg``."""
         return 1.0
 
     def learned(self, step: int) -> int:
-        """How often the variance was updated in so many steps of a tensor."""
+        """Return how often the variance was updated in so many steps of a tensor."""
         return step
 
     def _quantised_directions(self, slot: Slot, steps: list[int], scale: float, table: Tensor) -> list[Update]:
@@ -180,7 +181,7 @@ class Lamb(CollectiveStep):
         return found
 
     def _moment(self, slot: Slot, name: str) -> Tensor:
-        """A copy in fp32 of one in fewer bits."""
+        """Return a copy in fp32 of one in fewer bits."""
         moments.make(slot.unit, name)
         copy = self.scratch(slot.unit, name)[: slot.unit.shard.numel()]
         moments.load_all(slot.unit, name, copy)
@@ -265,7 +266,7 @@ class OneBitLamb(Lamb):
             self._move(slot, steps, lambda row: held[row] * factors[row])
 
     def _held(self, slot: Slot, param: int) -> float:
-        """The moving average of a tensor's ratio, which the freeze left."""
+        """Return the moving average of a tensor's ratio, which the freeze left."""
         numbers = self.numbers(slot, param)
         seen = 1 - float(self.group(slot, param)["coeff_beta"]) ** numbers["seen"]
         return numbers["ratio"] / seen if seen else 1.0
@@ -277,7 +278,7 @@ class OneBitLamb(Lamb):
         return min(step, int(self._groups[0]["freeze_step"]))
 
     def _average_momentum(self, slot: Slot, scale: float) -> Tensor:
-        """The new momentum of this rank's shard in ``exp_avg``; returns the one before."""
+        """Put the new momentum of this rank's shard in ``exp_avg``; return the one before."""
         beta1, _ = self.betas()
         mine, momentum = self.scratch(slot.unit), slot.state("exp_avg")
         slot.take(mine, scale * (1 - beta1))
@@ -290,7 +291,8 @@ class OneBitLamb(Lamb):
         return before
 
     def _fresh(self, slot: Slot, steps: list[int], before: Tensor, sums: Tensor, most: Tensor) -> None:
-        """The fresh variance from the momentum's difference; norms of updates and the largest ratio of denominators."""
+        """Update the fresh variance by the momentum's difference; take norms of updates and the largest ratio of
+        denominators."""
         pieces = self._stepped(slot)
         groups = [self.group(slot, piece.param) for piece in pieces]
         beta1, beta2 = self.betas()
@@ -310,7 +312,7 @@ class OneBitLamb(Lamb):
             sums[piece.slice, row], most[piece.slice, row, 0] = square, ratio
 
     def _factors(self, norms: list[list[float]], ratios: list[float]) -> dict[int, float]:
-        """The bounded factor of every tensor that is stepped, the same on every rank."""
+        """Return the bounded factor of every tensor that is stepped, the same on every rank."""
         factors = {}
         for slot in self.slots:
             for param, there in enumerate(slot.present):

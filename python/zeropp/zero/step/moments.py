@@ -31,7 +31,7 @@ def spans(unit: Unit) -> Iterator[tuple[int, slice, int, slice]]:
 
 
 def make(unit: Unit, name: str) -> None:
-    """A moment of zeros, unless it is there."""
+    """Make a moment of zeros, unless the unit has it."""
     if name not in unit.state:
         dtype = unit.state_dtype if unit.state_name == "fp32" else DTYPES[unit.state_name]
         unit.state[name] = torch.zeros(unit.shard.numel(), dtype=dtype)
@@ -74,7 +74,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def read(unit: Unit, name: str, index: int) -> torch.Tensor:
-    """One parameter's part of an 8-bit moment, in fp32; empty where this rank has none."""
+    """Return one parameter's part of an 8-bit moment, in fp32; empty where this rank has none."""
     for number, part, begin, scales in spans(unit):
         if number == index:
             values = torch.empty(part.stop - part.start)
@@ -84,7 +84,7 @@ def read(unit: Unit, name: str, index: int) -> torch.Tensor:
 
 
 def write(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
-    """The other way, to the nearest level."""
+    """Encode one parameter's part of an 8-bit moment, to the nearest level."""
     for number, part, begin, scales in spans(unit):
         if number == index:
             codes, of_codes = unit.state[name][part], unit.scales[name][scales]
@@ -92,7 +92,7 @@ def write(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
 
 
 def put(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
-    """:func:`write` of either kind."""
+    """Write one parameter's part of a moment, of 8 bits or not."""
     for number, part, _, _ in spans(unit):
         if number == index and unit.state_name != "int8":
             unit.state[name][part] = values
@@ -101,14 +101,15 @@ def put(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
 
 
 def load_all(unit: Unit, name: str, into: torch.Tensor) -> None:
-    """The whole moment in fp32, of the shard's length."""
+    """Decode the whole moment to fp32, into memory of the shard's length."""
     for _, part, begin, scales in spans(unit):
         of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0)
         moments_decode_(unit.state[name][part], of_codes, into[part], moment=name, first=begin)
 
 
 def store_all(unit: Unit, name: str, values: torch.Tensor, present: list[bool]) -> None:
-    """The other way, rounded as a step rounds: of the parameters that are present, whose steps are counted."""
+    """Encode the whole moment, rounded as a step rounds; of the parameters that are present, whose steps are
+    counted."""
     assert unit.steps is not None
     for index, part, begin, scales in spans(unit):
         if present[index]:
@@ -120,7 +121,7 @@ def store_all(unit: Unit, name: str, values: torch.Tensor, present: list[bool]) 
 
 
 def write_all(unit: Unit, name: str, values: torch.Tensor) -> None:
-    """An 8-bit moment from fp32 values of the shard's length."""
+    """Make an 8-bit moment from fp32 values of the shard's length."""
     make(unit, name)
     for index, part, _, _ in spans(unit):
         write(unit, name, index, values[part])

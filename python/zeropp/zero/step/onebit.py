@@ -36,7 +36,7 @@ class Piece:
 
 
 def pieces_of(engine: Engine, unit: Unit) -> list[Piece]:
-    """The pieces that this rank steps: those of its slice, or of all slices where it holds everything.
+    """Return the pieces that this rank steps: those of its slice, or of all slices where it holds everything.
 
     Cut at the borders of slices in both cases, so that sums and kernels see the same lengths at every stage.
     """
@@ -77,13 +77,13 @@ class Slot:
         return self._reducer
 
     def state(self, name: str) -> Tensor:
-        """A state of ``shard`` length, made on first use."""
+        """Return a state of ``shard`` length, made on first use."""
         if name not in self.unit.state:
             self.unit.state[name] = torch.zeros(self.unit.shard.numel())
         return self.unit.state[name]
 
     def own(self, values: Tensor, piece: Piece) -> Tensor:
-        """The elements of a piece in a tensor of ``shard`` length."""
+        """Return the elements of a piece in a tensor of ``shard`` length."""
         return values[piece.begin - self.unit.begin_elems : piece.end - self.unit.begin_elems]
 
     def outs(self, pieces: list[Piece]) -> list[Tensor]:
@@ -107,7 +107,7 @@ class Slot:
         return [one if touched else None for one, touched in zip(self.spans(bucket), held[1], strict=True)]
 
     def take(self, into: Tensor, factor: float) -> None:
-        """``into`` = this rank's gradients times ``factor``, zeros elsewhere."""
+        """Fill ``into`` with this rank's gradients times ``factor``, and with zeros elsewhere."""
         into.zero_()
         found = [(to, one) for to, one in zip(self.spans(into), self.gradients(), strict=True) if one is not None]
         if found:
@@ -115,7 +115,7 @@ class Slot:
             into.mul_(factor)
 
     def clear_gaps(self, values: Tensor) -> None:
-        """Zeros between the parameters, in a tensor of the unit's length."""
+        """Put zeros between the parameters, in a tensor of the unit's length."""
         for begin, end in self.gaps:
             values[begin:end] = 0
 
@@ -137,13 +137,13 @@ class Slot:
             yield of, run
 
     def count_step(self) -> list[int]:
-        """One step more for every parameter that is present; the steps of all."""
+        """Count a step of every parameter that is present; return the steps of all."""
         assert self.unit.steps is not None
         self.unit.steps += torch.tensor(self.present, dtype=torch.int64)
         return [int(step) for step in self.unit.steps.tolist()]
 
     def write_out(self) -> None:
-        """The fp32 master to the parameters, where there is one."""
+        """Copy the fp32 master to the parameters, where there is one."""
         if self.unit.master is not None:
             self.unit.shard.copy_(self.unit.master)
 
@@ -219,7 +219,7 @@ class CollectiveStep(StepStrategy):
         self.hold()
 
     def hold(self) -> None:
-        """From the next backward on, gradients stay here or are reduced, as the next step needs."""
+        """Let gradients stay on this rank or be reduced, from the next backward on, as the next step needs."""
         self.engine.core.hold = self.engine.ranks > 1 and self.wants_local()
 
     def gradients_pending(self, engine: Engine) -> bool:
@@ -279,7 +279,7 @@ class CollectiveStep(StepStrategy):
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def scratch(self, unit: Unit, name: str = "mine") -> Tensor:
-        """fp32 memory of the unit's length, used again for every unit."""
+        """Return fp32 memory of the unit's length, which is used again for every unit."""
         if name not in self._scratch or self._scratch[name].numel() < unit.elems:
             self._scratch[name] = torch.empty(max(slot.unit.elems for slot in self.slots))
         return self._scratch[name][: unit.elems]
@@ -300,7 +300,7 @@ class CollectiveStep(StepStrategy):
         return found
 
     def reduced(self, slot: Slot, scale: float) -> Tensor:
-        """This rank's slice of the reduced gradient, times ``scale``, in fp32."""
+        """Return this rank's slice of the reduced gradient, times ``scale``, in fp32."""
         if self.engine.local:
             whole = self.scratch(slot.unit)
             slot.take(whole, scale)
@@ -310,7 +310,8 @@ class CollectiveStep(StepStrategy):
         return found[0].float() * scale
 
     def whole(self, slot: Slot, name: str) -> Tensor:
-        """All elements of a sliced state, exactly; collective where it is sliced. The scratch memory "whole"."""
+        """Return all elements of a sliced state, exactly; collective where it is sliced. The scratch memory
+        "whole"."""
         whole = self.scratch(slot.unit, "whole")
         if self.engine.local:
             whole.copy_(slot.state(name))
@@ -337,7 +338,8 @@ class CollectiveStep(StepStrategy):
                 to.copy_(values)
 
     def average(self, slot: Slot, mine: Tensor, into: Tensor, *, gather: bool = True) -> None:
-        """``into``, of ``shard`` length, = the one-bit mean over ranks of ``mine``. One rank: ``mine``, exactly."""
+        """Fill ``into``, of ``shard`` length, with the one-bit mean over ranks of ``mine``; on one rank with
+        ``mine``, exactly."""
         if self.engine.ranks == 1:
             into.copy_(mine)
             return
@@ -348,7 +350,7 @@ class CollectiveStep(StepStrategy):
             slot.reducer.decode_slice_(into)
 
     def step_frozen(self, slot: Slot, pieces: list[Piece], along: Tensor, **rates: Any) -> None:
-        """One step of these pieces ``along`` a tensor of ``shard`` length, by the variance as it is; and the copy-out.
+        """Step these pieces ``along`` a tensor of ``shard`` length, by the variance as it is; and the copy-out.
 
         ``rates``: of ``frozen_adam_step_``, one number a piece.
         """
@@ -375,7 +377,8 @@ class CollectiveStep(StepStrategy):
         return found
 
     def restore(self, private: dict[str, Tensor] | None) -> None:
-        """After a load of states and groups. None: saved by another number of ranks; nothing is owed then."""
+        """Take :meth:`private` after a load of states and groups. None: saved by another number of ranks; the errors
+        are 0 then."""
         for slot in self.slots:
             slot.forget()
             for key, tensor in (private or {}).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1-bit Adam (Tang et al. 2021) and 0/1 Adam (Lu et al. 2022) on slices."""
+"""1-bit Adam (Tang et al. 2021) and 0/1 Adam (Lu et al. 2022) on shards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Adam(CollectiveStep):
     """The base of both: Adam's step with a given momentum and variance."""
 
     def variance_steps(self) -> int:
-        """How often the variance was updated."""
+        """Return how often the variance was updated."""
         raise NotImplementedError
 
     def rates(self, slot: Slot, steps: list[int]) -> Any:
-        """For :meth:`Slot.runs`: what the step of one parameter depends on."""
+        """Return the key for :meth:`Slot.runs`: what the step of one parameter depends on."""
 
         def key(param: int) -> tuple[float, float, float, int]:
             group = self.group(slot, param)
@@ -138,7 +138,7 @@ class ZeroOneAdam(Adam):
     # -- while the variance is learned ---------------------------------------------------------------------------------
 
     def _learn(self, optimizer: Any, scale: float) -> None:
-        """A step of AdamW with reduced gradients; as long as every step was one, by its kernel."""
+        """Step as AdamW does, with reduced gradients; as long as every step was one of AdamW, by its kernel."""
         self.progress["variance_steps"] += 1
         if self.progress["variance_steps"] == self.progress["step"] + 1:
             self._kernel.step(optimizer, scale, [])
@@ -178,7 +178,8 @@ class ZeroOneAdam(Adam):
     # -- while the variance is frozen ----------------------------------------------------------------------------------
 
     def _rate(self) -> float:
-        """The learning rate of all groups: movements of a whole unit are added up."""
+        """Return the learning rate of all groups, which has to be equal, because movements of a whole unit are added
+        up."""
         first = float(self._groups[0]["lr"])
         for index, group in enumerate(self._groups):
             if float(group["lr"]) != first:
@@ -189,7 +190,7 @@ class ZeroOneAdam(Adam):
         return first
 
     def _local(self, scale: float) -> None:
-        """A step with this rank's own momentum, and where it is due, the agreement on what was moved."""
+        """Step with this rank's own momentum; where it is due, average over the ranks what was moved."""
         progress, lr = self.progress, self._rate()
         if lr == 0:
             return

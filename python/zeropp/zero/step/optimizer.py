@@ -47,7 +47,7 @@ class ZeroOptimizer(optim.Optimizer):
     _engine: Engine
 
     def step(self, closure: Any = None) -> Any:
-        """One update from the gradients of the last backward(s). Between accumulation boundaries it does nothing.
+        """Update once from the gradients of the last backward(s); between accumulation boundaries do nothing.
 
         Raises:
             zeropp.Error: no gradient, gradients held back by ``no_sync``, or values that are not finite (parameter and rank are
@@ -85,7 +85,7 @@ class ZeroOptimizer(optim.Optimizer):
         self._engine.flush()
 
     def _step_shards(self) -> None:
-        """Collective. Where storage can fail in the middle, all ranks hear of it before any goes on."""
+        """Step; collective. Where storage can fail in the middle, all ranks learn it before any goes on."""
         engine = self._engine
         failure: BaseException | None = None
         engine.schedule.begin(engine)
@@ -355,7 +355,7 @@ def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.
 
 
 def _restore_scheduler_wrap(optimizer: optim.Optimizer) -> None:
-    """A scheduler built before ``prepare`` left its own wrapper of the old class's step on the instance; wrap the new one alike."""
+    """Wrap the new step as a scheduler that was built before ``prepare`` wrapped the old class's, on the instance."""
     old = optimizer.__dict__.pop("step", None)
     if old is None or not hasattr(old, "_wrapped_by_lr_sched"):
         return
@@ -374,7 +374,7 @@ _classes: dict[type, type] = {}
 
 
 def _class_for(original: type) -> type:
-    """One class for each adopted class, so that ``type(optimizer)`` is stable."""
+    """Return one class for each adopted class, so that ``type(optimizer)`` is stable."""
     if original not in _classes:
         step = optim.Optimizer.profile_hook_step(ZeroOptimizer.step)
         step.hooked = True  # type: ignore[attr-defined]
