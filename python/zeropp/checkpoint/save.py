@@ -7,7 +7,7 @@ manifest comes last with the checksums of all files, one atomic rename gives the
 ``ckpt/latest`` moves. Whatever dies whenever, what was loadable before stays loadable. Each part is
 collective: all ranks commit, or none.
 
-Nothing is pickled. Byte-level format: docs/checkpoint-format.md. Loading: restore.py.
+Nothing is pickled. Byte-level format: docs/checkpoint-format.md. Loading: load.py.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _is_for_zeropp() -> bool:
 
 
 def begin(timeout: timedelta) -> None:
-    """Make the default group, where a launcher has started several ranks and nobody has made it yet."""
+    """Make the default group, where a launcher has started several ranks and there is none yet."""
     launched = all(os.environ.get(name) for name in _LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
     if launched and dist.is_available() and not dist.is_initialized():
         dist.init_process_group(BACKEND, timeout=timeout)

@@ -279,7 +279,8 @@ class Communicator:
         block_elems: int = 256,
         node_ranks: int = 0,
     ) -> torch.Tensor:
-        """output = my slice of source, summed ("avg": averaged) in fp32 over the quantised slices of all ranks: qgZ of ZeRO++.
+        """Fill output with this rank's shard of source, summed ("avg": averaged) in fp32 over the quantised shards of
+        all ranks: qgZ of ZeRO++.
 
         Args:
             node_ranks: consecutive ranks that share a node: then in two hops, with one more quantisation between, of which only the
@@ -358,7 +359,7 @@ class Communicator:
         return output
 
     def scatter(self, output: torch.Tensor, source: torch.Tensor | None, root: int = 0) -> torch.Tensor:
-        """output = my slice of the root's source. `source` of other ranks is not looked at."""
+        """Fill output with this rank's shard of the root's source. `source` of other ranks is not looked at."""
         _check(output)
         self._check_root("scatter", root)
         size_bytes = output.numel() * output.element_size()

@@ -64,9 +64,9 @@ class Place:
     port: int
     rank: int
     exists: bool
-    """Somebody else made it already (torchrun's agent)."""
+    """True if another process made it already (torchrun's agent)."""
     ranks: int = 0
-    """How many there are; 0: nobody said."""
+    """The number of ranks; 0: not told."""
     libuv: bool = True
     """torch's choice of server."""
 
@@ -93,7 +93,7 @@ def check(place: Place) -> None:
 
 
 def _knock(host: str, port: int, patience_s: float) -> OSError | None:
-    """None: somebody listens there."""
+    """Return why nothing listens there; None: a connection was accepted."""
     try:
         socket.create_connection((host, port), timeout=max(PAUSE_S, patience_s)).close()
     except OSError as error:
@@ -206,7 +206,7 @@ def _connect(place: Place, end: float, timeout: timedelta) -> TCPStore:
     several timeouts."""
     limit_s = timeout.total_seconds()
     absent = (
-        f"rank 0 of {place.ranks} ranks, which hosts the job's store at {place}, and nobody listens there; did rank 0 start? Look at its "
+        f"rank 0 of {place.ranks} ranks, which hosts the job's store at {place}, and nothing listens there; did rank 0 start? Look at its "
         "log: it may have ended before this point; are MASTER_ADDR and MASTER_PORT right?"
     )
     reminder = Reminder(f"rank {place.rank}", limit_s)

@@ -9,9 +9,9 @@ ranks. So nothing that stands in the store may be believed unless it answers som
     rank r   writes name/seen/r, and waits for name/go
     rank 0   writes name/go once all have seen it
 
-An announcement of an older start has older nonces, and nobody of this start follows it; an older hello that rank 0 took is
-replaced by its rank's, and then the announcement is, too. No name has a go before every nonce in it was found to be of a
-process that waits. About six store operations a rank, a few milliseconds.
+An announcement of an older start has older nonces, and no rank of this start follows it; an older hello that rank 0
+took is replaced by its rank's, and then the announcement is, too. No name has a go before every nonce in it was found
+to be of a process that waits. About six store operations a rank, a few milliseconds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Reminder:
 
 
 def rendezvous(store: Any, rank: int, ranks: int, timeout: timedelta, name: str) -> str:
-    """Return a prefix for keys in `store` that all ranks of this start have, and nobody else. Collective.
+    """Return a prefix for keys in `store` that all ranks of this start have, and no other process. Collective.
 
     Raises:
         zeropp.CommTimeoutError: not all came in time; those that are missing are named.

@@ -67,7 +67,7 @@ class Piece:
 
 def piece_of(name: str, tensor: torch.Tensor) -> Piece:
     """Return a tensor that is in memory: contiguous, on the CPU. What is elsewhere brings its own ``parts``
-    (offload.py)."""
+    (zeropp.zero.offload)."""
     parts = getattr(tensor, "parts", lambda: (tensor,))
     return Piece(name, tensor.dtype, tuple(tensor.shape), parts)
 

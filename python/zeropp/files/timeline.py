@@ -36,7 +36,7 @@ class trace:
     Attributes:
         file: what was written, after the block.
 
-    Kinds of spans (``cat``): ``forward`` (a module that needs units), ``backward``, ``step`` (the time when slices are
+    Kinds of spans (``cat``): ``forward`` (a module that needs units), ``backward``, ``step`` (the time when shards are
     written), ``gather``, ``reduce``, ``wait`` (for a peer, a gather, a reduction, a file; ``name`` says which), ``read`` and
     ``write`` (requests to files, from submission to end). ``args.bytes``: bytes moved.
 

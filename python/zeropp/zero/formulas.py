@@ -2,7 +2,7 @@
 """How many bytes each kind of state takes: one arithmetic for ``zeropp.estimate``, which has no model yet, and for ``zeropp.memory``.
 
 Model states are the formulas of Rajbhandari et al. 2020. The sizes of what files on NVMe need in memory are those of
-csrc/zero/optim_file.c (buffers), csrc/zero/unit_file_step.c (windows) and csrc/zero/grad_file.c (gradients).
+csrc/zero/offload: optim_file.c (buffers), unit_file_step.c (windows) and grad_file.c (gradients).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PAGE_BYTES = 4096
 READ_AHEAD_BYTES = 64 << 20
 """At least this much of the parameters on NVMe may be in memory ahead of need, with prefetch="auto"."""
 _WINDOWS = 4
-"""ZPP_FILED_WINDOWS of csrc/zero/unit_file.h."""
+"""ZPP_UNIT_FILE_WINDOWS of csrc/zero/offload/unit_file.h."""
 _WINDOW_ELEMS = 512 << 10
-"""WINDOW_ELEMS of csrc/zero/unit_file_step.c: of a step over states in memory."""
+"""WINDOW_ELEMS of csrc/zero/offload/unit_file_step.c: of a step over states in memory."""
 _GRADS_BYTES = 32 << 20
-"""LEAST_BOUND_BYTES of csrc/zero/grad_file.c."""
+"""LEAST_BOUND_BYTES of csrc/zero/offload/grad_file.c."""
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,22 @@ Formulas (Rajbhandari et al. 2020; N ranks, Psi = bytes of all parameters, f = (
     params     Psi           stage 3: Psi / N
     grads      Psi           stages 2, 3: Psi / N
     master     4 a parameter in 16 bit, optimizer: 4 a state and parameter (bf16: 2, int8: 1 + 4/256);    stages 1 to 3: / N
-    gathered   whole units beside the slices (stage 3 without a shared copy)
+    gathered   whole units beside the shards (stage 3 without a shared copy)
     wire       stages 0 to 2: 2 f Psi; stage 3: 3 f Psi; stage 3 with one shared copy a host: f Psi
 
 With ``Offload(params="nvme")`` one of the ranks of a host reads each unit where it is used, in forward and in backward, so
-on average a rank reads 2 Psi / N, and each rank reads and writes its slice for the step (16 bit: writes only, the master
-has the values). Gradients on NVMe are written in each of n backwards and read in all but the first, for the norm and for the step;
-with a step inside the backward n - 1 times each, and for neither.
+on average a rank reads 2 Psi / N, and each rank reads and writes its shard for the step (16 bit: writes only, the
+master has the values). Gradients on NVMe are written in each of n backwards and read in all but the first, for the
+norm and for the step; with a step inside the backward n - 1 times each, and for neither.
 
 With ``Precision(stored=...)``, for a model that is only evaluated, the matrices of linear layers and experts count as their codes and
 scales, NVMe is read once in a forward, each host has a copy, and nothing crosses the network.
 
-Over H hosts of L ranks a gather brings (H-1) slices over the network, a reduction as much, stage 0's 2 (H-1)/H of a rank's L-th
-part (docs/design/0016); parameters on NVMe lie in a file of each rank's own, and are gathered.
+Over H hosts of L ranks a gather brings (H-1) shards over the network, a reduction as much, stage 0's 2 (H-1)/H of a
+rank's L-th part (docs/design/0016); parameters on NVMe lie in a file of each rank's own, and are gathered.
 
-With ``Comm(params=..., grads=...)`` what travels is an image of b bits an element and 4 bytes a block, and a slice is held
-with its image beside it (docs/design/0015).
+With ``Comm(params=..., grads=...)`` what travels is an image of b bits an element and 4 bytes a block, and a shard is
+held with its image beside it (docs/design/0015).
 """
 
 from __future__ import annotations
@@ -145,17 +145,17 @@ def estimate(
         ``{"cpu": {kind: bytes}, "nvme": {kind: bytes}, "parameters": n, "units": n, "largest_unit": bytes,
         "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``; with several hosts ``traffic`` has also
         ``network``: what of it a rank receives from other hosts. Kinds: ``params``, ``grads``,
-        ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the slices) and ``buckets`` (gradients on
+        ``master``, ``optimizer``; ``gathered`` (memory for whole units beside the shards) and ``buckets`` (gradients on
         their way: at most); ``autograd`` (gradients of the two largest parameters, before they are in a bucket);
-        ``tier_buffers`` (with something on NVMe: what a step streams through, and slices of gradients that wait for the next
-        backward); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with ``delayed_update``: new values
-        and gradients of the update under way). Where a tier has several folders, ``folders`` says the bytes in each (``{folder: bytes}``), and
-        each moves its share of ``traffic["nvme"]``. ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one
-        step of one micro-batch; of gradients on NVMe in all ``accumulate`` of a step; of parameters on NVMe on average over the ranks,
-        as long as they are at the same unit.
-        ``bandwidth``: bytes/s at which each of them takes as long as the computation
-        does: with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times as
-        much costs a tenth.
+        ``tier_buffers`` (with something on NVMe: what a step streams through, and shards of gradients that wait for
+        the next backward); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with
+        ``delayed_update``: new values and gradients of the update under way). Where a tier has several folders,
+        ``folders`` says the bytes in each (``{folder: bytes}``), and each moves its share of ``traffic["nvme"]``.
+        ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one step of one micro-batch; of
+        gradients on NVMe in all ``accumulate`` of a step; of parameters on NVMe on average over the ranks, as long as
+        they are at the same unit. ``bandwidth``: bytes/s at which each of them takes as long as the computation does:
+        with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times
+        as much costs a tenth.
 
     Raises:
         zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.
@@ -377,7 +377,7 @@ def _kept_bytes(model: nn.Module, unit: _Sizes, config: Config) -> int:
 
 def _held_as_values(units: list[_Sizes], run: _Run) -> tuple[list[_Sizes], int]:
     """Return (the other units, bytes of those that are held as they are) where weights in fewer bits, on "cpu", are a fraction of all:
-    whole units, the first ones (csrc/zero/unit_file_qcopy.c)."""
+    whole units, the first ones (csrc/zero/offload/unit_file_qcopy.c)."""
     if run.config.stored_name is None or run.on_nvme("params"):
         return units, 0
     sizes = [in_pages(unit.whole_bytes) if unit.in_file else 0 for unit in units]

@@ -252,7 +252,7 @@ def _check_model(model: nn.Module, config: Config) -> None:
     for parameter, name in ignored.items():
         if is_sharded(parameter) or parameter.is_meta:
             raise ConfigError(
-                f"prepare: parameter '{name}' is ignored, and {'built in shards' if is_sharded(parameter) else 'on meta'}: nobody would "
+                f"prepare: parameter '{name}' is ignored, and {'built in shards' if is_sharded(parameter) else 'on meta'}: nothing would "
                 "give it values; build its module plainly, or do not ignore it"
             )
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in ignored]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradual unfreezing: what was frozen when ``prepare`` saw it, and is trained later. docs/design/0034.
 
-A unit that is frozen *sleeps*: it has addresses for gradients, and no memory behind them, no master and no states. It is *woken*
-when ``requires_grad`` of one of its parameters becomes True: where that is told (stages 1 to 3), or before the next forward that
-builds a graph. All of it is local; ranks that unfreeze different parameters are told so by the next reduction or step, which shows both sides.
+A unit that is frozen is *reserved*: it has addresses for gradients, and no memory behind them, no master and no
+states. It is *unfrozen* when ``requires_grad`` of one of its parameters becomes True: where that is seen (stages 1 to
+3), or before the next forward that builds a graph. All of it is local; where ranks unfreeze different parameters, the
+next reduction or step raises an error that shows both sides.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Unfreezing:
             engine.core.set_unfreeze_checks(self._look if self._watched else None, self._skip if self._skips else None)
 
     def note_frozen(self) -> None:
-        """A parameter was frozen after ``prepare``, or woken beside one that is."""
+        """Note that a parameter was frozen after ``prepare``, or unfrozen beside one that is."""
         engine = self._engine()
         if not self._skips and engine is not None and not engine.config.step_in_backward:
             self._skips = True
@@ -126,7 +127,7 @@ class Unfreezing:
                         engine.core.skip(unit.index, i)
 
     def close(self) -> None:
-        """The model is gone."""
+        """Watch nothing any more: the model is gone."""
         self._watched = []
 
     def _unfrozen(self) -> list[Ref]:
@@ -138,14 +139,15 @@ class Unfreezing:
         return [ref for ref in refs if ref is not None]
 
     def _look(self) -> None:
-        """Before a forward that builds a graph: stage 0, and parameters that were whole when they were unfrozen, tell nobody."""
+        """Unfreeze units before a forward that builds a graph: at stage 0, and for parameters that were whole,
+        ``requires_grad`` is not seen when it is set."""
         for ref in self._unfrozen():
             if not ref.unit.trainable:
                 self.require_possible(ref.unit, ref.name)
                 self.unfreeze(ref.unit)
 
     def require_possible(self, unit: Unit, name: str) -> None:
-        """Raises zeropp.ConfigError where a parameter of a unit that sleeps cannot be unfrozen."""
+        """Raise zeropp.ConfigError where a parameter of a reserved unit cannot be unfrozen."""
         engine = self._engine()
         assert engine is not None
         engine.states.require_loaded()
@@ -159,7 +161,7 @@ class Unfreezing:
             )
 
     def unfreeze(self, unit: Unit) -> None:
-        """Room for gradients, hooks, a master; a place in the optimizer. Between two passes."""
+        """Give a unit memory for gradients, hooks, a master, and a place in the optimizer. Between two passes."""
         engine = self._engine()
         assert engine is not None
         if unit.trainable:
@@ -180,14 +182,14 @@ class Unfreezing:
         self.renew()
 
     def unfreeze_trained(self, saved: Any) -> None:
-        """Units that sleep here and had states where a checkpoint was saved; ``saved``: its parameters."""
+        """Unfreeze the units that had states where a checkpoint was saved; ``saved``: its parameters."""
         engine = self._engine()
         assert engine is not None
         for unit in engine.units:
             if not unit.trainable and any(was_trained(saved[entry.names[0]]) for entry in unit.params):
                 self.unfreeze(unit)
 
-    def require_awake(self) -> None:
+    def require_unfrozen(self) -> None:
         """Before a step: what requires grad is reduced, and in a group.
 
         Raises:
@@ -254,7 +256,7 @@ def _ref_in_group(engine: Engine, parameter: torch.Tensor) -> Ref:
 
 
 def check_differentiable(what: str, group: dict[str, Any]) -> None:
-    """Raises zeropp.ConfigError for a group whose steps autograd is to follow."""
+    """Raise zeropp.ConfigError for a group whose steps autograd is to follow."""
     if group.get("differentiable"):
         raise ConfigError(f"{what} differentiable=True, which zeropp does not implement; leave it out")
 

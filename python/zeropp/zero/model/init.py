@@ -99,7 +99,7 @@ class _Record:
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of construction, which is that of every rank."""
     listed: str = ""
-    """A word of all ranks' where it may stand in a state dict, on meta, before ``prepare``."""
+    """A nonce of all ranks where it may stand in a state dict, on meta, before ``prepare``."""
     reads: int = 0
     """How often it was read from there."""
 
@@ -155,7 +155,7 @@ class ShardedParameter(nn.Parameter):
 
 class _Listed(torch.Tensor):
     """Stands for such a parameter in a state dict, on meta. ``cpu()`` brings its values where every rank asks for them (TRL
-    hashes a model so); whoever wants them in another way hears why there are none."""
+    hashes a model so); any other read raises an error that says why there are none."""
 
     parameter: ShardedParameter
 
@@ -180,7 +180,7 @@ def _read_together(parameter: ShardedParameter) -> torch.Tensor:
     record.reads += 1
     if not all_come(f"zeropp/{record.listed}/{record.number}/{record.reads}", f"read parameter '{record.name}'"):
         raise PartitionedParameterError(
-            f"parameter '{record.name}' was built in slices, and not every rank came to read its whole values; call state_dict()[...].cpu() "
+            f"parameter '{record.name}' was built in shards, and not every rank came to read its whole values; call state_dict()[...].cpu() "
             "on all ranks, or read them inside deepspeed.zero.GatheredParameters (zeropp.gathered), on all ranks too"
         )
     return materialise(parameter).cpu()
@@ -239,7 +239,7 @@ def construction(
     if _active is not None or (_ranks() == 1 and path is None):
         yield
         return
-    _active = _Construction(window_bytes, from_rank_0, None if path is None else _SliceFolders(path))
+    _active = _Construction(window_bytes, from_rank_0, None if path is None else _ShardFolders(path))
     threads = os.environ.get(_READ_ALONE)
     os.environ[_READ_ALONE] = "1"
     hooks = [
@@ -263,7 +263,7 @@ def construction(
         _active = None
 
 
-class _SliceFolders:
+class _ShardFolders:
     """Files of shards before ``prepare``: each shard in its own file, so that none is striped, and the folders have about equal shares."""
 
     def __init__(self, path: Folders) -> None:
@@ -280,7 +280,7 @@ class _SliceFolders:
 class _Construction:
     """The parameters of one context: which are whole, who owns them, what they held."""
 
-    def __init__(self, window_bytes: int, from_rank_0: bool, folders: _SliceFolders | None) -> None:
+    def __init__(self, window_bytes: int, from_rank_0: bool, folders: _ShardFolders | None) -> None:
         self.window_bytes, self.folders = window_bytes, folders
         self.from_rank_0 = from_rank_0
         self.largest_bytes = 0
@@ -355,9 +355,9 @@ class _Construction:
                 break
             if _is_alone(oldest):
                 held -= oldest.nbytes
-                self._slice(oldest)
+                self._shard(oldest)
 
-    def _slice(self, parameter: nn.Parameter) -> None:
+    def _shard(self, parameter: nn.Parameter) -> None:
         del self.live[id(parameter)]
         record, size_bytes = _record_of(parameter), parameter.nbytes
         values = parameter.detach().contiguous().view(-1)
@@ -384,9 +384,9 @@ class _Construction:
 
     def finish(self) -> None:
         for parameter in list(self.live.values()):
-            self._slice(parameter)
+            self._shard(parameter)
         there = [p for p in (ref() for ref in self.followed) if p is not None]
-        listed = _common_word() if self.from_rank_0 else ""
+        listed = _common_nonce() if self.from_rank_0 else ""
         for parameter in there:
             record = _record_of(parameter)
             record.name, record.listed = self.name_of(parameter), listed  # all parents are known now
@@ -424,7 +424,7 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
             _become_sharded(one)
 
 
-def _shard_of(values: torch.Tensor, waiting: _SliceFolders | None = None) -> torch.Tensor:
+def _shard_of(values: torch.Tensor, waiting: _ShardFolders | None = None) -> torch.Tensor:
     """Return this rank's part of all values, in memory of its own."""
     ranks, rank = _ranks(), _rank()
     per_rank = -(-values.numel() // ranks)
@@ -458,7 +458,7 @@ def _record_of(parameter: torch.Tensor) -> _Record:
 
 def _values_of(parameter: torch.Tensor) -> torch.Tensor:
     values = _record_of(parameter).values
-    assert values is not None, "a sharded parameter has a slice"
+    assert values is not None, "a sharded parameter has a shard"
     return values
 
 
@@ -471,7 +471,7 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     return one.expand(parameter.shape)
 
 
-def _apart(elems: int, dtype: torch.dtype, device: torch.device, waiting: _SliceFolders | None) -> torch.Tensor:
+def _apart(elems: int, dtype: torch.dtype, device: torch.device, waiting: _ShardFolders | None) -> torch.Tensor:
     """Return zeros in pages of their own: shards that stay, between whole parameters that go, would leave holes in
     malloc's heap. With ``waiting`` they are pages of a file."""
     size_bytes = elems * dtype.itemsize
@@ -499,11 +499,11 @@ def _gather(mine: torch.Tensor, numel: int) -> torch.Tensor:
     whole = torch.empty(mine.numel() * dist.get_world_size(), dtype=mine.dtype, device=mine.device)
     if whole.numel():
         _all_gather(whole.view(torch.uint8), mine.view(torch.uint8))
-        whole = _held_by_nobody_else(whole)
+        whole = _without_other_holders(whole)
     return whole[:numel]
 
 
-def _held_by_nobody_else(gathered: torch.Tensor) -> torch.Tensor:
+def _without_other_holders(gathered: torch.Tensor) -> torch.Tensor:
     """A backend's own thread may let go of a result a moment after its wait. Whether a parameter goes depends on who holds it and
     must be the same on every rank, or one gathers what another still has."""
     give_up = time.monotonic() + HELD_S
@@ -524,11 +524,11 @@ def _digest(values: torch.Tensor) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # it travels as an int64
 
 
-def _common_word() -> str:
-    """Collective: a new random word."""
-    word = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
-    dist.broadcast(word, 0)
-    return byte_view(word).hex()
+def _common_nonce() -> str:
+    """Return a new random nonce of all ranks; collective."""
+    nonce = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
+    dist.broadcast(nonce, 0)
+    return byte_view(nonce).hex()
 
 
 def _compare(drawn: list[tuple[str, int]]) -> None:

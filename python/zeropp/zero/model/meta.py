@@ -52,7 +52,7 @@ def give_values(model: nn.Module, path: Folders | None) -> None:
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
-    with _sliced(model, path) as follow, torch.no_grad():
+    with _sharded(model, path) as follow, torch.no_grad():
         for name, module in _children_first(model):
             if _meta_names(module):
                 _draw(module, name, _draws_of(model, name), follow)
@@ -94,7 +94,7 @@ def _draws_of(model: nn.Module, path: str) -> list[Draw]:
 
 
 @contextlib.contextmanager
-def _sliced(model: nn.Module, path: Folders | None) -> Iterator[Follow]:
+def _sharded(model: nn.Module, path: Folders | None) -> Iterator[Follow]:
     """Yield a function to give parameters to; inside, those are sharded when newer ones need their memory."""
     with init.construction(path=path, from_rank_0=True):
         active = init._active

@@ -61,7 +61,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return children of the outermost containers that repeat one class: transformer layers, as everybody writes
+    """Return children of the outermost containers that repeat one class: transformer layers, as most models write
     them."""
     blocks: list[nn.Module] = []
     seen: set[nn.Module] = set()

@@ -74,7 +74,8 @@ class Place(weakref.ref["Saved"]):
     """A storage's place in the file, and what is to be given back when the storage dies.
 
     Storages die in the middle of a backward. Python's code run there (``__del__``) would be the first that a waiting Ctrl-C meets, and Python
-    drops what such code raises: so the dead are only listed, by a method of deque, and buried by the next who comes by.
+    drops what such code raises: so the dead are only listed, by a method of deque, and the next call frees their
+    places.
     """
 
     __slots__ = ("ahead_bytes", "bytes", "future", "index", "offset_bytes")
@@ -97,7 +98,7 @@ class Saved:
         self.version = source._version
         self.source: Tensor | None = source  # shares its version counter; None once it is written
         self.flat: Tensor | None = flat  # the bytes: of the source until it is written, or read ahead
-        self.read: StorageWeakRef | None = None  # what was read, while somebody uses it
+        self.read: StorageWeakRef | None = None  # what was read, while it is in use
         self.changed = False
 
     def check_unchanged(self) -> None:
@@ -182,7 +183,7 @@ class ActivationFile(ActivationStore):
         self._extents = _Extents()
         self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
         self._alive: dict[int, Place] = {}  # by index, which counts up
-        self.dead: collections.deque[weakref.ref[Saved]] = collections.deque()  # to be buried
+        self.dead: collections.deque[weakref.ref[Saved]] = collections.deque()  # whose place is to be freed
         self._writing: collections.deque[tuple[weakref.ref[Saved], aio.Future, int]] = collections.deque()
         self._next = self._largest_bytes = 0
         self._seen_bytes = self._put_bytes = 0  # of all passes: `fraction` of the first is the second
@@ -257,7 +258,7 @@ class ActivationFile(ActivationStore):
         with self._lock:
             if self._closed or storage.data_ptr() in self._stays:
                 return tensor
-            self._bury()
+            self._free_dead()
             self._reap()
             saved = self._known(storage, tensor._version) or self._begin(storage, tensor)
         return tensor if saved is None else View(saved, tensor)
@@ -306,7 +307,7 @@ class ActivationFile(ActivationStore):
             try:
                 self._wait(future)  # raises zeropp.TierError: file, offset, bytes; then the memory stays as it is
             except Error:
-                if saved is not None:  # else its graph is gone, and nobody misses it
+                if saved is not None:  # else its graph is gone, and the write does not matter
                     raise
             finally:
                 self._writing.popleft()
@@ -330,7 +331,7 @@ class ActivationFile(ActivationStore):
             tensor: Tensor = packed.over(flat)
             if saved.source is None:
                 saved.read = StorageWeakRef(flat.untyped_storage())
-            self._bury()
+            self._free_dead()
             self._reap()
             self._read_ahead(saved.index)
         return tensor
@@ -389,7 +390,7 @@ class ActivationFile(ActivationStore):
                 return
             self._begin_read(saved)
 
-    def _bury(self) -> None:
+    def _free_dead(self) -> None:
         """Give back what the storages had whose graphs are gone."""
         while self.dead and os.getpid() == self._owner:
             place = self.dead.popleft()
@@ -411,7 +412,7 @@ class ActivationFile(ActivationStore):
         ``waited_ns``; ``backend``."""
         seen = self._io.figures()
         with self._lock:
-            self._bury()
+            self._free_dead()
             return {
                 "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
                 "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,

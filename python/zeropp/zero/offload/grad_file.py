@@ -83,7 +83,7 @@ class GradFile(FileStore, GradStore):
     def bytes_in_file(self, units: list[Unit]) -> int:
         """Return the bytes of the shards themselves, without what rounds them up to pages, in each of their places."""
         resident_bytes, offset, total = self.figures()["resident_bytes"], 0, 0
-        for unit in reversed(units):  # as csrc/zero/grad_file.c lays them
+        for unit in reversed(units):  # as csrc/zero/offload/grad_file.c lays them
             if unit.trainable:
                 own = unit.shard_elems * unit.grad_dtype.itemsize
                 for _ in range(self.places):

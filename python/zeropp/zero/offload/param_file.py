@@ -3,8 +3,8 @@
 
 The model's own values live in one scratch file a host; a unit is read when it is needed, ahead of need along the order
 of the last pass, and its memory given back when it is not (csrc/zero/offload/unit_file.h). Over several hosts each rank has a file of
-its own, with its shards, which are gathered as those in memory are (csrc/zero/rank_file.h). Everything else asks for shards
-here: construction, checkpoints, ``zeropp.memory``.
+its own, with its shards, which are gathered as those in memory are (csrc/zero/placement/nvme_net.c). Everything else
+asks for shards here: construction, checkpoints, ``zeropp.memory``.
 """
 
 from __future__ import annotations

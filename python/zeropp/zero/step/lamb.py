@@ -130,7 +130,7 @@ class Lamb(CollectiveStep):
                 maximize=bool(group.get("maximize", False)),
             )
             for piece, squares in zip(pieces, sums, strict=True):
-                table[piece.slice, self.row(slot, piece.param)] = squares
+                table[piece.shard, self.row(slot, piece.param)] = squares
 
     def _move(self, slot: Slot, steps: list[int], ratio: Callable[[int], float]) -> None:
         """``p = p - lr ratio(row) u`` with ``u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p``."""
@@ -174,7 +174,7 @@ class Lamb(CollectiveStep):
                 values.add_(own, alpha=float(group["weight_decay"]))
             row = self.row(slot, piece.param)
             sums, _ = norm_squares([own, values])
-            table[piece.slice, row] = sums
+            table[piece.shard, row] = sums
             found.append(Update(slot, piece, values, row))
         for name, moment in zip(_MOMENTS, copies, strict=True):
             moments.store_all(slot.unit, name, moment, slot.present)
@@ -235,7 +235,7 @@ class OneBitLamb(Lamb):
         for slot in self.slots:
             for piece in slot.pieces:
                 own = slot.own(slot.state("exp_avg"), piece)
-                table[piece.slice, self.row(slot, piece.param), 0] = norm_squares([own])[0][0]
+                table[piece.shard, self.row(slot, piece.param), 0] = norm_squares([own])[0][0]
         squares = self.summed(self.gathered(table)).flatten().tolist()
         entries = [(slot, param, entry) for slot in self.slots for param, entry in enumerate(slot.unit.params)]
         sizes = [math.sqrt(squares[self.row(slot, param)] / max(1, entry.numel)) for slot, param, entry in entries]
@@ -309,7 +309,7 @@ class OneBitLamb(Lamb):
         )
         for piece, square, ratio in zip(pieces, squares, largest, strict=True):
             row = self.row(slot, piece.param)
-            sums[piece.slice, row], most[piece.slice, row, 0] = square, ratio
+            sums[piece.shard, row], most[piece.shard, row, 0] = square, ratio
 
     def _factors(self, norms: list[list[float]], ratios: list[float]) -> dict[int, float]:
         """Return the bounded factor of every tensor that is stepped, the same on every rank."""

@@ -27,18 +27,18 @@ CHUNK_ELEMS = 4096
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's part in one slice: elements ``begin`` to ``end`` of the unit's flat buffer."""
+    """A parameter's part in one shard: elements ``begin`` to ``end`` of the unit's flat buffer."""
 
     param: int
-    slice: int
+    shard: int
     begin: int
     end: int
 
 
 def pieces_of(engine: Engine, unit: Unit) -> list[Piece]:
-    """Return the pieces that this rank steps: those of its slice, or of all slices where it holds everything.
+    """Return the pieces that this rank steps: those of its shard, or of all shards where it holds everything.
 
-    Cut at the borders of slices in both cases, so that sums and kernels see the same lengths at every stage.
+    Cut at the borders of shards in both cases, so that sums and kernels see the same lengths at every stage.
     """
     found = []
     for at in range(engine.ranks) if engine.local else (engine.rank,):
@@ -73,7 +73,7 @@ class Slot:
         """Made when first used: until the warm-up ends nothing is owed."""
         if self._reducer is None:
             self._reducer = OneBitAllReduce(self.unit.elems, chunk_elems=CHUNK_ELEMS, group=self.engine.comm)
-            assert self._reducer.slice_elems == self.unit.shard_elems, "slices of ZeRO are the servers'"
+            assert self._reducer.slice_elems == self.unit.shard_elems, "the shards of ZeRO are the servers' parts"
         return self._reducer
 
     def state(self, name: str) -> Tensor:
@@ -120,15 +120,15 @@ class Slot:
             values[begin:end] = 0
 
     def runs(self, key: Callable[[int], Any]) -> Iterator[tuple[Any, Piece]]:
-        """Neighbouring pieces of present parameters with one key, as one; never over the border of a slice."""
+        """Neighbouring pieces of present parameters with one key, as one; never over the border of a shard."""
         run: Piece | None = None
         of: Any = None
         for piece in self.pieces:
             if not self.present[piece.param]:
                 continue
             mine = key(piece.param)
-            if run is not None and mine == of and run.end == piece.begin and run.slice == piece.slice:
-                run = Piece(run.param, run.slice, run.begin, piece.end)
+            if run is not None and mine == of and run.end == piece.begin and run.shard == piece.shard:
+                run = Piece(run.param, run.shard, run.begin, piece.end)
                 continue
             if run is not None:
                 yield of, run
@@ -300,7 +300,7 @@ class CollectiveStep(StepStrategy):
         return found
 
     def reduced(self, slot: Slot, scale: float) -> Tensor:
-        """Return this rank's slice of the reduced gradient, times ``scale``, in fp32."""
+        """Return this rank's shard of the reduced gradient, times ``scale``, in fp32."""
         if self.engine.local:
             whole = self.scratch(slot.unit)
             slot.take(whole, scale)
@@ -310,7 +310,7 @@ class CollectiveStep(StepStrategy):
         return found[0].float() * scale
 
     def whole(self, slot: Slot, name: str) -> Tensor:
-        """Return all elements of a sliced state, exactly; collective where it is sliced. The scratch memory
+        """Return all elements of a sharded state, exactly; collective where it is sharded. The scratch memory
         "whole"."""
         whole = self.scratch(slot.unit, "whole")
         if self.engine.local:
@@ -321,7 +321,7 @@ class CollectiveStep(StepStrategy):
         return whole
 
     def add_momentum(self, slot: Slot, mine: Tensor, beta: float) -> None:
-        """``mine += beta m`` with every rank's slice of the momentum; that of absent parameters stands as it is.
+        """``mine += beta m`` with every rank's shard of the momentum; that of absent parameters stands as it is.
 
         Between parameters it is 0: what compression puts there is not a momentum, and no checkpoint keeps it.
         """

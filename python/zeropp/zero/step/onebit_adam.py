@@ -37,7 +37,7 @@ class Adam(CollectiveStep):
             "decay": [lr * decay for lr, _, decay, _ in rates],
         }
 
-    def step_slices(self, slot: Slot, steps: list[int]) -> None:
+    def step_shards(self, slot: Slot, steps: list[int]) -> None:
         """``p = p (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``."""
         beta1, _ = self.betas()
         sizes = [float(self.group(slot, param)["lr"]) / (1 - beta1 ** max(step, 1)) for param, step in enumerate(steps)]
@@ -83,7 +83,7 @@ class OneBitAdam(Adam):
             self.add_momentum(slot, mine, beta1)
             self.average(slot, mine, slot.state("exp_avg"))
             slot.packed = self.engine.ranks > 1
-            self.step_slices(slot, slot.count_step())
+            self.step_shards(slot, slot.count_step())
 
 
 class ZeroOneAdam(Adam):
@@ -153,7 +153,7 @@ class ZeroOneAdam(Adam):
                 g = slot.own(gradient, run)
                 slot.own(moments[0], run).lerp_(g, 1 - beta1)
                 slot.own(moments[1], run).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            self.step_slices(slot, slot.count_step())
+            self.step_shards(slot, slot.count_step())
 
     def _one_bit_gradient(self, scale: float) -> None:
         beta1, beta2 = self.betas()

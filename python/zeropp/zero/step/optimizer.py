@@ -259,7 +259,7 @@ class ZeroOptimizer(optim.Optimizer):
         engine.states.require_loaded()
         if engine.stage == 0:
             engine.check_untouched()
-        engine.unfreezing.require_awake()
+        engine.unfreezing.require_unfrozen()
         if engine.strategy.gradients_pending(engine):
             raise Error(
                 "optimizer.step: the gradients of the last backward were accumulated inside no_sync and not reduced; run the last "
