@@ -76,46 +76,72 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize: model is {what_it_is(model)}; give the torch.nn.Module to train")
+    given = _configuration(args, config, config_params)
+    keys = _keys_of(given)
+    whole = dict(keys)
+    optimizer_section, scheduler_section = keys.pop("optimizer", None), keys.pop("scheduler", None)
+    sums, refuses_unused, every = _sums(keys), _refuses_unused(keys), _steps_per_print(keys)
+    settings = given if isinstance(given, Config) else Config.from_json(keys)
+    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    if client is None:
+        optimizer = _make_optimizer(optimizer, model, model_parameters, optimizer_section)
+    # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
+    alone = dataclasses.replace(settings, accumulate=1)
+    evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
+    if not evaluates:
+        optimizer = _prepare(model, optimizer, alone)
+    scheduler = _make_scheduler(lr_scheduler, optimizer, scheduler_section)
+    micro = _micro_batch(keys, settings.accumulate)
+    engine = (engine_class or Engine)(model, optimizer, scheduler, settings, micro, whole)
+    if evaluates:
+        engine._evaluate_with(alone)
+    engine._print_every, engine.collate_fn, engine.training_data = every, collate_fn, training_data
+    engine._factor, engine._refuses_unused = float(engine.world_size) if sums else 1.0, refuses_unused
+    engine.client_optimizer = client
+    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.training_dataloader = loader
+    return engine, optimizer, loader, scheduler
+
+
+def _configuration(args: Any, config: Any, config_params: Any) -> Any:
+    """Return the configuration as it was given, from the first of the three arguments that has one."""
     given = config if config is not None else config_params
     if given is None:
         given = getattr(args, "deepspeed_config", None)
     if given is None:
         raise ConfigError("initialize: no configuration; give config=, a path, a dict, or args.deepspeed_config")
-    keys = {} if isinstance(given, Config) else dict(read_json(given))
-    whole = dict(keys)
-    sections = {name: keys.pop(name, None) for name in ("optimizer", "scheduler")}
-    sums, refuses_unused = _sums(keys), _refuses_unused(keys)
-    micro, every = keys.get("train_micro_batch_size_per_gpu"), _steps_per_print(keys)
-    settings = given if isinstance(given, Config) else Config.from_json(keys)
-    client = optimizer
-    if optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
-        parameters = (
-            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
-        )
-        optimizer = optimizer(parameters) if callable(optimizer) else build(sections["optimizer"], parameters)
-    # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
-    alone = dataclasses.replace(settings, accumulate=1)
+    return given
+
+
+def _keys_of(given: Any) -> dict[str, Any]:
+    """Return the keys of a file, JSON text or mapping; a Config has none."""
+    return {} if isinstance(given, Config) else dict(read_json(given))
+
+
+def _make_optimizer(make: Any, model: nn.Module, parameters: Any, section: Any) -> Any:
+    """Return the optimizer that a function makes, or else the file's section; None where the file has none."""
+    if parameters is None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return make(parameters) if callable(make) else build(section, parameters)
+
+
+def _prepare(model: nn.Module, optimizer: Any, settings: Config) -> Any:
+    """Prepare the model, or give a prepared one this optimizer in place of an earlier engine's. Return the optimizer."""
     if is_prepared(model):
-        _check_again(model, alone)
-    evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
-    if is_prepared(model) and optimizer is not None:
-        attach(model, optimizer)  # in place of an engine's before, as there
-    elif not evaluates:
-        _, optimizer = prepare(model, optimizer, alone)
-    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-        lr_scheduler = lr_scheduler(optimizer)
-    elif lr_scheduler is None and sections["scheduler"] is not None and optimizer is not None:
-        lr_scheduler = schedules.build(sections["scheduler"], optimizer)
-    micro = micro if isinstance(micro, int) else _micro_batch(keys, settings.accumulate)
-    engine = (engine_class or Engine)(model, optimizer, lr_scheduler, settings, micro, whole)
-    if evaluates:
-        engine._evaluate_with(alone)
-    engine._print_every, engine.collate_fn, engine.training_data = every, collate_fn, training_data
-    engine._factor, engine._refuses_unused = float(engine.world_size) if sums else 1.0, refuses_unused
-    engine.client_optimizer = client if isinstance(client, torch.optim.Optimizer) else None
-    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    engine.training_dataloader = loader
-    return engine, optimizer, loader, lr_scheduler
+        _check_again(model, settings)
+        if optimizer is not None:
+            attach(model, optimizer)
+            return optimizer
+    return prepare(model, optimizer, settings)[1]
+
+
+def _make_scheduler(given: Any, optimizer: Any, section: Any) -> Any:
+    """Return the scheduler that was given or that a function makes, or else the file's; None without any."""
+    if callable(given) and not hasattr(given, "step"):
+        return given(optimizer)
+    if given is None and section is not None and optimizer is not None:
+        return schedules.build(section, optimizer)
+    return given
 
 
 def _steps_per_print(keys: dict[str, Any]) -> int | None:
@@ -150,7 +176,9 @@ def _ranks() -> int:
 
 
 def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
-    train = keys.get("train_batch_size")
+    micro, train = keys.get("train_micro_batch_size_per_gpu"), keys.get("train_batch_size")
+    if isinstance(micro, int):
+        return micro
     return train // (accumulate * _ranks()) if isinstance(train, int) else None
 
 
@@ -440,8 +468,9 @@ class Engine(Saving):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's micro-batches; in the order of the dataset for the routes "eval" and "predict"."""
-        if not (self.is_map_style_dataset(dataset) or self.is_iterable_style_dataset(dataset)):
+        """Return a loader of this rank's micro-batches; in the order of the dataset for the routes "eval" and "predict"."""
+        streams = self.is_iterable_style_dataset(dataset)
+        if not (streams or self.is_map_style_dataset(dataset)):
             raise ValueError(
                 f"training_data: {type(dataset).__name__} is not a dataset of torch; wanted __getitem__ and __len__, or an IterableDataset"
             )
@@ -450,17 +479,21 @@ class Engine(Saving):
             raise ConfigError(
                 "training_data needs train_micro_batch_size_per_gpu, or train_batch_size, in the configuration"
             )
-        shuffle = route == "train" and not self.is_iterable_style_dataset(dataset)
-        if data_sampler is None and self.world_size > 1 and not self.is_iterable_style_dataset(dataset):
-            data_sampler = torch.utils.data.DistributedSampler(
-                dataset, self.world_size, self.global_rank, shuffle=shuffle
-            )
+        shuffle = route == "train" and not streams
+        if data_sampler is None and not streams:
+            data_sampler = self._sampler(dataset, shuffle)
         drop = self.config.get("dataloader_drop_last", False) is True
         return torch.utils.data.DataLoader(
             dataset, size, shuffle=shuffle and data_sampler is None, sampler=data_sampler, drop_last=drop,
             collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )  # fmt: skip
+
+    def _sampler(self, dataset: Any, shuffle: bool) -> Any:
+        """Return what gives this rank its part of a dataset; None for one rank, which takes all of it."""
+        if self.world_size == 1:
+            return None
+        return torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=shuffle)
 
 
 def _has_gradients(engine: Any, unit: Any) -> list[bool]:

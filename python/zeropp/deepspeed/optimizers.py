@@ -60,7 +60,7 @@ def section_of(section: Any, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def build(section: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer | None:
-    """The optimizer that the section asks for; None without one.
+    """Return the optimizer that the section asks for; None without one.
 
     Raises:
         zeropp.ConfigError: an unknown type or parameter, or a value that cannot work; with its path.
@@ -69,13 +69,32 @@ def build(section: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer | No
         return None
     kind, values = section_of(section, "optimizer")
     name = _NAMES.get(kind.lower(), kind)
-    others: Any = getattr(torch.optim, kind, None)  # as there: any of torch's by its own name
-    if name not in _TYPES and not (isinstance(others, type) and kind not in ("Muon", "Optimizer")):
-        raise ConfigError(
-            f"optimizer.type: {kind!r} is not supported; wanted one of {', '.join(_TYPES)}, or optimizer= with any of "
-            "torch's or of zeropp.optim"
-        )
-    cls = _TYPES.get(name, others)
+    cls = _fit(name, values, _class_of(name, kind))
+    if isinstance(values.get("betas"), list):
+        values["betas"] = tuple(values["betas"])
+    try:
+        made: torch.optim.Optimizer = cls(list(parameters), **values)
+    except (TypeError, ValueError) as error:
+        where = "torch's" if cls.__module__.startswith("torch.") else "zeropp.optim's"
+        raise ConfigError(f"optimizer.params: {values!r} do not fit {where} {cls.__name__}: {error}") from error
+    return made
+
+
+def _class_of(name: str, kind: str) -> Any:
+    """Return the class of a name in DeepSpeed's file: one of ours, or any of torch's by its own name, as DeepSpeed has it."""
+    if name in _TYPES:
+        return _TYPES[name]
+    found = getattr(torch.optim, kind, None)
+    if isinstance(found, type) and kind not in ("Muon", "Optimizer"):
+        return found
+    raise ConfigError(
+        f"optimizer.type: {kind!r} is not supported; wanted one of {', '.join(_TYPES)}, or optimizer= with any of "
+        "torch's or of zeropp.optim"
+    )
+
+
+def _fit(name: str, values: dict[str, Any], cls: Any) -> Any:
+    """Turn DeepSpeed's parameters and defaults into those of the class. Return the class, which ``adam_w_mode`` can change."""
     if name in ("Adam", "AdamW"):
         for unused in ("torch_adam", "fused"):
             values.pop(unused, None)
@@ -89,14 +108,7 @@ def build(section: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer | No
         values["trust"] = (values.pop("min_coeff", 0.01), values.pop("max_coeff", 10.0))
     if name == "Lion":
         values.setdefault("lr", 1e-3)
-    if isinstance(values.get("betas"), list):
-        values["betas"] = tuple(values["betas"])
-    try:
-        made: torch.optim.Optimizer = cls(list(parameters), **values)
-    except (TypeError, ValueError) as error:
-        where = "torch's" if cls.__module__.startswith("torch.") else "zeropp.optim's"
-        raise ConfigError(f"optimizer.params: {values!r} do not fit {where} {cls.__name__}: {error}") from error
-    return made
+    return cls
 
 
 def _drop_always(values: dict[str, Any]) -> None:

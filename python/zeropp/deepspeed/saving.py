@@ -114,15 +114,19 @@ class Saving(Facts):
             self._load_by(custom_load_fn, values)
             return
         if strict and allowed_missing_keys is not None:
-            wanted = state_keys(self.module)
-            missing = [name for name in wanted if name not in values and name not in set(allowed_missing_keys)]
-            foreign = [name for name in values if name not in wanted]
-            if missing or foreign:
-                raise CheckpointError(
-                    f"load_module_state_dict: missing {missing[:3]}, of others {foreign[:3]}; allowed to be missing are {list(allowed_missing_keys)}"
-                )
+            self._check_missing(values, list(allowed_missing_keys))
             strict = False
         load_full_state_dict(self.module, values, strict=strict)
+
+    def _check_missing(self, values: Mapping[str, Any], allowed: list[str]) -> None:
+        """Raise zeropp.CheckpointError where names are missing that are not allowed to be, or are not the model's."""
+        wanted = state_keys(self.module)
+        missing = [name for name in wanted if name not in values and name not in set(allowed)]
+        foreign = [name for name in values if name not in wanted]
+        if missing or foreign:
+            raise CheckpointError(
+                f"load_module_state_dict: missing {missing[:3]}, of others {foreign[:3]}; allowed to be missing are {allowed}"
+            )
 
     def _load_by(self, function: Any, values: Mapping[str, Any]) -> None:
         """The caller's function copies. It sees the whole model on every rank; what it wrote on rank 0 is kept."""

@@ -70,21 +70,17 @@ def _pair_by_pair(ranks: tuple[int, ...], others: tuple[int, ...], probe: Probe,
         return []
     times = {pair: probe(pair) for pair in itertools.combinations(everyone, 2)}
     best = min(times.values())
-    slow = {pair for pair, seconds in times.items() if seconds > factor * best}
-
-    def is_slow(rank: int) -> bool:
-        return all(pair in slow for pair in times if rank in pair)
-
-    failed_rank = {rank for rank in everyone if is_slow(rank)}
-    found = []
-    for rank in failed_rank & set(ranks):
+    found, quick = [], set()
+    for rank in ranks:
         least = min(seconds for pair, seconds in times.items() if rank in pair)
-        found.append(Fault("slow rank", (rank,), f"{least / best:.1f} times the best pair's time with every partner"))
-    for pair in slow:
-        if not failed_rank & set(pair) and set(pair) <= set(ranks):
-            found.append(
-                Fault("slow link", (min(pair), max(pair)), f"{times[pair] / best:.1f} times the best pair's time")
-            )
+        if least <= factor * best:
+            quick.add(rank)
+        else:
+            words = f"{least / best:.1f} times the best pair's time with every partner"
+            found.append(Fault("slow rank", (rank,), words))
+    for (a, b), seconds in times.items():
+        if seconds > factor * best and {a, b} <= quick:
+            found.append(Fault("slow link", (min(a, b), max(a, b)), f"{seconds / best:.1f} times the best pair's time"))
     return found
 
 

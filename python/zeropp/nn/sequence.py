@@ -65,14 +65,7 @@ def tile_sequence(
             raise ValueError(f"tile_sequence: {name} is {tile!r}, wanted a whole number of tokens, at least 1, or None")
     done = TiledSequence()
     if mlp:
-        for name, module in model.named_modules():
-            if _is_mlp(name, module):
-                if hasattr(module.__dict__.get("forward"), _OURS):
-                    raise ConfigError(
-                        f"tile_sequence: {name} is tiled already; .remove() of what did that takes it back"
-                    )
-                _tile_mlp(done, module, mlp_tile)
-                done.mlps.append(name)
+        _tile_mlps(done, model, mlp_tile)
     if loss:
         try:
             _Loss(model, done, loss_tile)
@@ -88,20 +81,40 @@ def tile_sequence(
     return done
 
 
+def _tile_mlps(done: TiledSequence, model: nn.Module, tile: int | None) -> None:
+    for name, module in model.named_modules():
+        if not _is_mlp(name, module):
+            continue
+        if hasattr(module.__dict__.get("forward"), _OURS):
+            raise ConfigError(f"tile_sequence: {name} is tiled already; .remove() of what did that takes it back")
+        _tile_mlp(done, module, tile)
+        done.mlps.append(name)
+
+
 def _is_mlp(name: str, module: nn.Module) -> bool:
+    """True if a module has the name or the class of an MLP, no experts, two matrices, and takes one tensor."""
     kind = type(module).__name__
-    if any(word in kind.lower() for word in ("moe", "sparse", "expert", "router")) or isinstance(module, nn.ModuleList):
+    if isinstance(module, nn.ModuleList) or _has_word(kind, "moe", "sparse", "expert", "router"):
         return False
     if name.rsplit(".", 1)[-1] not in _MLP_NAMES and not kind.endswith("MLP"):
         return False
-    if any("expert" in inner.lower() or "router" in inner.lower() for inner, _ in module.named_modules()):
+    if any(_has_word(inner, "expert", "router") for inner, _ in module.named_modules()):
         return False
+    return _takes_one(module) and sum(p.dim() >= 2 for p in module.parameters()) >= 2
+
+
+def _has_word(name: str, *words: str) -> bool:
+    return any(word in name.lower() for word in words)
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """True if a module's forward has one argument that must be given by its position."""
     needed = [
         one
         for one in inspect.signature(module.forward).parameters.values()
         if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
     ]
-    return len(needed) == 1 and sum(p.dim() >= 2 for p in module.parameters()) >= 2
+    return len(needed) == 1
 
 
 def _tile_mlp(done: TiledSequence, module: nn.Module, tile: int | None) -> None:

@@ -10,6 +10,7 @@ and given back before the next one's, in forward and in backward. So the working
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -167,29 +168,34 @@ def tile_linears(model: nn.Module, most_bytes: int) -> list[str]:
     """
     if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 1:
         raise ValueError(f"tile_linears: most_bytes is {most_bytes!r}, wanted a number of bytes above 0")
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     replaced = []
     tiled: dict[nn.Module, TiledLinear] = {}
-    for path, module in list(model.named_modules()):
-        for name, child in list(module._modules.items()):
-            if type(child) is not nn.Linear or uses.get(id(child.weight)) != 1:
-                continue
-            if hasattr(child.weight, "_zeropp"):
-                raise ConfigError("tile_linears: the model was prepared already; tile it before zeropp.prepare")
-            size = child.weight.numel() * child.weight.itemsize
-            if size > most_bytes:
-                full = f"{path}.{name}" if path else name
-                if any(child.__dict__.get(hooks) for hooks in _WOULD_BE_LOST):
-                    raise ConfigError(
-                        f"tile_linears: {full} has hooks or a forward of its own, which its tiles would not have; add them afterwards"
-                    )
-                if child not in tiled:
-                    tiles = min(child.out_features, -(-size // most_bytes))
-                    tiled[child] = TiledLinear.from_linear(child, out_tiles=tiles)
-                setattr(module, name, tiled[child])
-                replaced.append(full)
+    for path, module, name, child in _linears_alone(model):
+        if hasattr(child.weight, "_zeropp"):
+            raise ConfigError("tile_linears: the model was prepared already; tile it before zeropp.prepare")
+        size = child.weight.numel() * child.weight.itemsize
+        if size <= most_bytes:
+            continue
+        full = f"{path}.{name}" if path else name
+        if any(child.__dict__.get(hooks) for hooks in _WOULD_BE_LOST):
+            raise ConfigError(
+                f"tile_linears: {full} has hooks or a forward of its own, which its tiles would not have; add them afterwards"
+            )
+        if child not in tiled:
+            tiles = min(child.out_features, -(-size // most_bytes))
+            tiled[child] = TiledLinear.from_linear(child, out_tiles=tiles)
+        setattr(module, name, tiled[child])
+        replaced.append(full)
     return replaced
+
+
+def _linears_alone(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Linear]]:
+    """Return (path of the parent, parent, name in it, layer) for each ``nn.Linear`` whose matrix no other layer has."""
+    owned = (parameter for module in model.modules() for parameter in module._parameters.values())
+    uses = Counter(id(parameter) for parameter in owned if parameter is not None)
+    return [
+        (path, module, name, child)
+        for path, module in model.named_modules()
+        for name, child in module._modules.items()
+        if type(child) is nn.Linear and uses[id(child.weight)] == 1
+    ]

@@ -73,26 +73,34 @@ class _Tiled(torch.autograd.Function):
         plan: _Plan = ctx.plan
         tokens, *saved = ctx.saved_tensors
         beside = saved[: ctx.beside_count]
-        wanted = [i for i, param in enumerate(ctx.params) if ctx.needs_input_grad[3 + i]]
-        sums: list[Tensor | None] = [None] * len(ctx.params)
+        wanted = {i: param for i, param in enumerate(ctx.params) if ctx.needs_input_grad[3 + i]}
+        sums: dict[int, Tensor | None] = {}
         of_tokens = torch.empty_like(tokens) if ctx.needs_input_grad[1] else None
         with _random_again(plan, tokens), plan.as_before():
             for first, size in plan.parts(tokens.shape[plan.dim]):
                 part = plan.part(tokens, first, size).detach().requires_grad_(of_tokens is not None)
                 with torch.enable_grad():
                     value = plan.call(part, *(plan.part(one, first, size) for one in beside))
-                leaves = ([part] if of_tokens is not None else []) + [ctx.params[i] for i in wanted]
                 upstream = gradient if plan.summed else gradient.narrow(plan.dim, first, size)
-                found = list(torch.autograd.grad(value, leaves, upstream, allow_unused=True))
+                of_part, *found = _gradients(value, part, wanted.values(), upstream)
                 if of_tokens is not None:
-                    one = found.pop(0)
-                    of_tokens.narrow(plan.dim, first, size).copy_(one if one is not None else torch.zeros_like(part))
+                    of_tokens.narrow(plan.dim, first, size).copy_(
+                        torch.zeros_like(part) if of_part is None else of_part
+                    )
                 for i, one in zip(wanted, found, strict=True):
-                    sums[i] = _add(sums[i], one)
-        of_params = [
-            None if total is None else total.to(param.dtype) for total, param in zip(sums, ctx.params, strict=True)
-        ]
-        return None, of_tokens, None, *of_params
+                    sums[i] = _add(sums.get(i), one)
+        return None, of_tokens, None, *(_like(sums.get(i), param) for i, param in enumerate(ctx.params))
+
+
+def _gradients(value: Tensor, part: Tensor, params: Iterable[Tensor], upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a tile's tokens, None where nothing asks for them, and of each parameter."""
+    if part.requires_grad:
+        return torch.autograd.grad(value, [part, *params], upstream, allow_unused=True)
+    return None, *torch.autograd.grad(value, [*params], upstream, allow_unused=True)
+
+
+def _like(total: Tensor | None, param: Tensor) -> Tensor | None:
+    return None if total is None else total.to(param.dtype)
 
 
 def _add(total: Tensor | None, one: Tensor | None) -> Tensor | None:
@@ -170,12 +178,7 @@ def tiled_call(
     if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
         raise ValueError(f"tiled_call: tile is {tile!r}, wanted a whole number of tokens, at least 1")
     dim = dim % tokens.dim()
-    for one in beside:
-        if one.dim() <= dim or one.shape[dim] != tokens.shape[dim]:
-            raise ValueError(
-                f"tiled_call: a tensor of shape {tuple(one.shape)} stands beside tokens of shape {tuple(tokens.shape)}; "
-                f"wanted {tokens.shape[dim]} along dimension {dim}"
-            )
+    _check_beside(tokens, beside, dim)
     if tokens.shape[dim] == 0:
         return call(tokens, *beside)
     kind = tokens.device.type
@@ -189,6 +192,15 @@ def tiled_call(
         plan.random = (torch.get_rng_state(), *get_device_states(tokens))
     value: Tensor = _Tiled.apply(plan, tokens, beside, *own)
     return value
+
+
+def _check_beside(tokens: Tensor, beside: tuple[Tensor, ...], dim: int) -> None:
+    for one in beside:
+        if one.dim() <= dim or one.shape[dim] != tokens.shape[dim]:
+            raise ValueError(
+                f"tiled_call: a tensor of shape {tuple(one.shape)} stands beside tokens of shape {tuple(tokens.shape)}; "
+                f"wanted {tokens.shape[dim]} along dimension {dim}"
+            )
 
 
 def tiled_cross_entropy(

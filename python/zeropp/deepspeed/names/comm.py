@@ -189,19 +189,30 @@ def init_distributed(
         return
     if auto_mpi_discovery and "RANK" not in os.environ:
         _rank_of_mpi(distributed_port)
-    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    more |= {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0}
-    if init_method is None and not more.keys() & {"rank", "world_size"} and "WORLD_SIZE" not in os.environ:
-        # started by python, not by torchrun
-        more |= {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
-    if dist_backend == "nccl" and not torch.cuda.is_available():  # many scripts name it
-        logger.warning("init_distributed: nccl needs a GPU, and this machine has none; the backend is gloo")
-        dist_backend = "gloo"
-    backend = dist_backend or (None if torch.accelerator.is_available() else "gloo")
+    place = _place(init_method, rank, world_size)
+    if timeout is not None:
+        place["timeout"] = timeout
+    backend = _backend(dist_backend)
     if verbose:
         logger.info("Initializing the process group with backend %s", backend or "of the accelerator")
-    dist.init_process_group(backend, init_method or ("env://" if "store" not in more else None), **more)
+    dist.init_process_group(backend, **place)
     is_initialized()
+
+
+def _place(init_method: str | None, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the arguments by which torch finds the other ranks: a group of one where neither they nor torchrun say anything."""
+    known: dict[str, Any] = {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value >= 0}
+    if init_method is None and not known and "WORLD_SIZE" not in os.environ:
+        return {"init_method": None, "store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    return {"init_method": init_method or "env://", **known}
+
+
+def _backend(wanted: str | None) -> str | None:
+    """Return the backend that this machine can run; None: torch's for the accelerator."""
+    if wanted == "nccl" and not torch.cuda.is_available():  # many scripts name it
+        logger.warning("init_distributed: nccl needs a GPU, and this machine has none; the backend is gloo")
+        return "gloo"
+    return wanted or (None if torch.accelerator.is_available() else "gloo")
 
 
 def _rank_of_mpi(port: int | None) -> None:

@@ -193,14 +193,22 @@ def GatheredParameters(
         )
     every = _parameters(params)
     chosen = [one for one in every if is_sharded(one) or ref_of(one) is not None]
+    with _said_to_be_available(every), zeropp.gathered(chosen, write=modifier_rank == 0):
+        yield
+
+
+@contextlib.contextmanager
+def _said_to_be_available(parameters: list[Any]) -> Iterator[None]:
+    """Let the parameters that ``_MarkWhole`` marked, which are whole anyway, say that they are available."""
     marked = [
-        one.__dict__ for one in every if type(one) is nn.Parameter and "ds_id" in one.__dict__ and ref_of(one) is None
+        one.__dict__
+        for one in parameters
+        if type(one) is nn.Parameter and "ds_id" in one.__dict__ and ref_of(one) is None
     ]
-    for known in marked:  # by _MarkWhole: they are whole anyway
+    for known in marked:
         known["ds_status"] = ZeroParamStatus.AVAILABLE
     try:
-        with zeropp.gathered(chosen, write=modifier_rank == 0):
-            yield
+        yield
     finally:
         for known in marked:
             known["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
