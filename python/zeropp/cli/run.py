@@ -7,12 +7,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import runpy
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from zeropp.cli.say import refuse
+from zeropp.config import Config
+from zeropp.config.deepspeed_json import is_deepspeed_key
+from zeropp.config.reading import read_json
+from zeropp.deepspeed.names import install, reach_children
 from zeropp.errors import ConfigError
 
 _FLAG = "--zeropp"
@@ -45,8 +53,6 @@ def run(options: argparse.Namespace) -> int:
     no_module = f"{options.script!r}: there is no such module; wanted one that `import` finds from here"
     if options.module and not _is_module(options.script.partition(".")[0]):
         return refuse("run", no_module)
-    from zeropp.deepspeed.names import install, reach_children
-
     with contextlib.ExitStack() as files:
         try:
             install()
@@ -84,9 +90,7 @@ def _is_module(name: str) -> bool:
 
 
 def _for_the_script(arguments: list[str], files: contextlib.ExitStack) -> list[str]:
-    """``--zeropp`` by DeepSpeed's name, with a file that frameworks can read."""
-    from zeropp.deepspeed.names.config_file import readable_by_frameworks
-
+    """Return the arguments with ``--zeropp`` by DeepSpeed's name, with a file that frameworks can read."""
     said: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -101,7 +105,44 @@ def _for_the_script(arguments: list[str], files: contextlib.ExitStack) -> list[s
 
 
 def _tell_accelerate(source: str, files: contextlib.ExitStack) -> None:
-    from zeropp.deepspeed.names.config_file import readable_by_frameworks
-
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = files.enter_context(readable_by_frameworks(source))
+
+
+# A file with zeropp's own keys, for frameworks that read DeepSpeed's: the keys that they look for are added, and deepspeed.initialize reads
+# both.
+
+
+def for_frameworks(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the sections that Trainer and Accelerate look for. A file of DeepSpeed's keys alone is unchanged.
+
+    Raises:
+        zeropp.ConfigError: a key that is not supported, with its path.
+    """
+    own = {name: value for name, value in keys.items() if not is_deepspeed_key(name)}
+    if not own or "zero_optimization" in keys:
+        return dict(keys)
+    Config.from_json(own)
+    said = {name: value for name, value in keys.items() if name != "stage"}
+    said["zero_optimization"] = {"stage": own.get("stage", Config().stage)}
+    for theirs, ours in (("gradient_accumulation_steps", "accumulate"), ("gradient_clipping", "clip")):
+        said.setdefault(theirs, said.pop(ours, None) or "auto")  # "auto": the framework's own, as without zeropp
+    if "train_batch_size" not in said:
+        said.setdefault("train_micro_batch_size_per_gpu", "auto")
+    return said
+
+
+@contextlib.contextmanager
+def readable_by_frameworks(source: str) -> Iterator[str]:
+    """Give the name of a file for ``--deepspeed``: the given one, or a temporary one where that is JSON text or has zeropp's own keys.
+    A name of no file stays as it is: the script says what it thinks of it."""
+    text = source.lstrip().startswith("{")
+    keys = read_json(source) if text or Path(source).is_file() else {}
+    said = for_frameworks(keys)
+    if said == keys and not text:
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="zeropp-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(said), encoding="utf-8")
+        yield str(path)

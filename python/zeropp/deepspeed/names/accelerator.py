@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from zeropp.deepspeed.names.later import BUILDERS
 from zeropp.errors import ConfigError
 
 
@@ -54,8 +55,6 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        from zeropp.deepspeed.names.later import BUILDERS
-
         return BUILDERS.get(class_name)
 
     def create_op_builder(self, class_name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
+from zeropp.config.reading import read_json
 from zeropp.deepspeed.names.accelerator import get_accelerator
 from zeropp.deepspeed.names.later import not_built
 
@@ -48,8 +49,6 @@ def configure(mpu_: Any, deepspeed_config: Any = None, **given: Any) -> None:
         raise not_built("checkpointing under model parallelism (mpu_)", "give None")
     settings = dict.fromkeys(_KEYS.values())
     if deepspeed_config is not None:
-        from zeropp.config.reading import read_json
-
         section = read_json(deepspeed_config).get("activation_checkpointing", {})
         settings |= {_KEYS[key]: value for key, value in section.items() if key in _KEYS}
     for name, value in given.items():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
+from zeropp.deepspeed.names.accelerator import get_accelerator
 from zeropp.deepspeed.names.later import not_built
 from zeropp.deepspeed.names.logs import logger
 
@@ -127,8 +128,6 @@ def get_local_rank() -> int:
 
 
 def initialize_mesh_device(mesh_shape: Any, mesh_dim_names: Any) -> Any:
-    from zeropp.deepspeed.names.accelerator import get_accelerator
-
     name = get_accelerator().device_name()
     return init_device_mesh(name, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 

@@ -6,7 +6,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from zeropp.deepspeed.names.finder import VERSION
+
+_BLOCKS = "mixtral.Mixtral qwen2_moe.Qwen2Moe qwen3_moe.Qwen3Moe".split()
+
+
+def _block(name: str) -> str:
+    package, _, cls = name.partition(".")
+    return f"transformers.models.{package}.modeling_{package}.{cls}SparseMoeBlock"
+
 
 #: Module: name: value.
 CONSTANTS: dict[str, dict[str, Any]] = {
@@ -27,11 +37,17 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "ADAM_OPTIMIZER": "adam",
         "LAMB_OPTIMIZER": "lamb",
     },
+    "deepspeed.checkpoint": {"UNIVERSAL_CHECKPOINT_INFO": "universal_checkpoint_info"},
     "deepspeed.checkpoint.constants": {
+        "AUTOEP_LAYERS_KEY": "ds_autoep_layers",
         "BASE_OPTIMIZER_STATE": "base_optimizer_state",
         "BASE_OPTIMIZER_STATE_STEP": "base_optimizer_state_step",
+        "CHECKPOINT_PARALLEL_DIMS": "checkpoint_parallel_dimensions",
+        "CHECKPOINT_PP_DEGREE": "pp_degree",
+        "CHECKPOINT_TP_DEGREE": "tp_degree",
         "CLIP_GRAD": "clip_grad",
         "DS_VERSION": "ds_version",
+        "FP32_WEIGHT_KEY": "fp32",
         "FROZEN_PARAM_FRAGMENTS": "frozen_param_fragments",
         "GROUP_PADDINGS": "group_paddings",
         "LOSS_SCALER": "loss_scaler",
@@ -39,7 +55,17 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "PARAM_SLICE_MAPPINGS": "param_slice_mappings",
         "PARTITION_COUNT": "partition_count",
         "SINGLE_PARTITION_OF_FP32_GROUPS": "single_partition_of_fp32_groups",
+        "UNIVERSAL_CHECKPOINT_VERSION_KEY": "universal_checkpoint_version",
+        "UNIVERSAL_CHECKPOINT_VERSION_VALUE": 0.4,
         "ZERO_STAGE": "zero_stage",
+        **{
+            name: name.lower()
+            for name in (
+                "AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS CAT_DIM FP32_FLAT_GROUPS PARAM PARAMETER_WITH_ROW_PARALLELISM_PATTERNS "
+                "PARAMETER_WITH_SUB_PARAMS PARAM_GROUPS PARAM_SHAPES SUB_PARAM_SHAPE SUB_PARAM_SHARD_WIDTHS "
+                "TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO VOCABULARY_PARAMETER_PATTERNS"
+            ).split()
+        },
     },
     "deepspeed.compression.constants": {
         "SHARED_PARAMETERS": "shared_parameters",
@@ -96,6 +122,8 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "FP16": "fp16",
         "GLOBAL_RANK": "global_rank",
         "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+        "GRADIENT_CLIPPING": "gradient_clipping",
+        "GRADIENT_CLIPPING_DEFAULT": 1.0,
         "PIPE_REPLICATED": "ds_pipe_replicated",
         "PLD_GAMMA": "gamma",
         "PLD_THETA": "theta",
@@ -121,11 +149,23 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "RANDOM_LTD_MICRO_BATCH_SIZE": "micro_batch_size",
     },
     "deepspeed.runtime.lr_schedules": {
+        "CYCLE_MAX_LR": "cycle_max_lr",
+        "CYCLE_MIN_LR": "cycle_min_lr",
+        "ONE_CYCLE": "OneCycle",
         "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"],
+        "WARMUP_LR": "WarmupLR",
     },
+    "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1 << 20},
+    "deepspeed.runtime.torch_autocast": {"PARAM_COMM_DTYPE_ATTR_NAME": "comm_dtype"},
     "deepspeed.runtime.zero.config": {
         "ZERO_OPTIMIZATION": "zero_optimization",
     },
+    "deepspeed.runtime.zero.leaf_module_config": {
+        "DEFAULT_LEAF_MODULE_CLASSES": [_block(one) for one in _BLOCKS],
+        "DEFAULT_LEAF_MODULE_NAMES": [],
+        "DEFAULT_LEAF_MODULE_NAME_SUFFIXES": [],
+    },
+    "deepspeed.runtime.zero.partition_parameters": {"partitioned_param_data_shape": [0]},
     "deepspeed.utils.timer": {
         "BACKWARD_GLOBAL_TIMER": "bwd",
         "BACKWARD_INNER_GLOBAL_TIMER": "bwd_inner",
@@ -145,6 +185,13 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "version": VERSION,
         "git_hash": None,
         "git_branch": None,
+        "torch_info": {
+            "version": ".".join(torch.__version__.split(".")[:2]),
+            "bf16_support": False,
+            "cuda_version": torch.version.cuda or "0.0",
+            "nccl_version": "0.0",
+            "hip_version": "0.0",
+        },
     },
     "deepspeed.runtime.engine": {
         "MEMORY_OPT_ALLREDUCE_SIZE": 500_000_000,

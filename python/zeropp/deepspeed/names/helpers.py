@@ -9,7 +9,8 @@ import enum
 import functools
 import gc
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zeropp.deepspeed.names.accelerator import get_accelerator
+import zeropp
+from zeropp.deepspeed.names.accelerator import CPU_Accelerator, get_accelerator
 from zeropp.deepspeed.names.later import not_built
+from zeropp.deepspeed.names.zero import GatheredParameters
 from zeropp.errors import ConfigError
 
 # -- deepspeed.utils -------------------------------------------------------------------------------------------------------------
@@ -221,13 +224,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     here.reset_peak_memory_stats()
 
 
-def _cpu() -> Any:
-    from zeropp.deepspeed.names.accelerator import CPU_Accelerator
-
-    return CPU_Accelerator()
-
-
-CPU: Any = _cpu()
+CPU: Any = CPU_Accelerator()
 """What this machine's memory is asked of."""
 
 # -- deepspeed.compression.helper, deepspeed.module_inject -------------------------------------------------------------------------------
@@ -270,8 +267,6 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def GatherReplacedLayerParams(params: Any, module: Any, enabled: bool = True) -> Iterator[None]:
     """Nothing to gather beyond ``zero.GatheredParameters``: no layer is replaced by one that is split between ranks."""
-    from zeropp.deepspeed.names.zero import GatheredParameters
-
     with GatheredParameters(params, enabled=enabled):
         yield
 
@@ -366,9 +361,37 @@ def is_compile_supported() -> bool:
 
 
 def get_caller_func(frame: int = 3) -> str:
-    import sys
-
     return sys._getframe(frame).f_code.co_name
+
+
+# -- what DeepSpeed's own tests import -----------------------------------------------------------------------------------------------
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """True if torch's version is between these two, both included."""
+    if min_version is None and max_version is None:
+        raise ValueError("required_torch_version: give min_version, max_version, or both")
+    low, high = (
+        None if one is None else torch.torch_version.TorchVersion(str(one)) for one in (min_version, max_version)
+    )
+    own = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
+    return (low is None or own >= low) and (high is None or own <= high)
+
+
+def is_functorch_transforming() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> Any:
+    """Return the file's clipping, or the default."""
+    return param_dict.get("gradient_clipping", 1.0)
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Give the model with whole parameters; hooks need not go."""
+    with zeropp.gathered(getattr(model, "module", model)):
+        yield model
 
 
 # -- deepspeed.utils.groups: all ranks are data parallel ------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from zeropp.deepspeed.names import inside
 from zeropp.deepspeed.names.constants import CONSTANTS
 from zeropp.deepspeed.names.later import later
 
@@ -98,7 +97,7 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.ops.op_builder": {"later": _BUILDERS},
     "deepspeed.ops.op_builder.all_ops": {"later": "ALL_OPS"},
     "deepspeed.runtime.base_optimizer": {"modules": "DeepSpeedOptimizer"},
-    "deepspeed.runtime.config": {"helpers": "DtypeEnum DeepSpeedConfigError"},
+    "deepspeed.runtime.config": {"helpers": "DtypeEnum DeepSpeedConfigError get_gradient_clipping"},
     "deepspeed.runtime.dataloader": {"helpers": "RepeatingLoader"},
     "deepspeed.runtime.engine": {"modules": "DeepSpeedEngine"},
     "deepspeed.runtime.fp16.onebit.adam": {"optimizers": "OnebitAdam"},
@@ -111,7 +110,7 @@ WORKS: dict[str, dict[str, str]] = {
         "see_memory_usage",
         "accelerator": "get_accelerator",
     },
-    "deepspeed.runtime.zero": {"zero": _ZERO},
+    "deepspeed.runtime.zero": {"zero": f"{_ZERO} ZeroParamStatus", "helpers": "unwrap_model_for_generation"},
     "deepspeed.runtime.zero.config": {"helpers": "ZeroStageEnum OffloadDeviceEnum"},
     "deepspeed.runtime.zero.offload_config": {"helpers": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "deepspeed.runtime.zero.partition_parameters": {
@@ -121,8 +120,11 @@ WORKS: dict[str, dict[str, str]] = {
         "accelerator": "get_accelerator",
         "torch": "_orig_torch_arange=arange _orig_torch_empty=empty _orig_torch_zeros=zeros _orig_torch_ones=ones _orig_torch_full=full",
     },
-    "deepspeed.runtime.zero.stage3": {"estimates": f"{_estimates(3)} model_to_params"},
-    "deepspeed.runtime.zero.stage_1_and_2": {"estimates": _estimates(2)},
+    "deepspeed.runtime.zero.stage3": {
+        "offline": f"{_estimates(3)} model_to_params",
+        "helpers": "unwrap_model_for_generation",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {"offline": _estimates(2)},
     "deepspeed.runtime.zero.utils": {"helpers": "ZeRORuntimeException"},
     "deepspeed.utils": {
         "comm": "is_initialized",
@@ -138,9 +140,10 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.utils.nvtx": {"helpers": "instrument_w_nvtx"},
     "deepspeed.utils.tensor_fragment": {"modules": _SAFE},
     "deepspeed.utils.timer": {"helpers": "NoopTimer"},
+    "deepspeed.utils.torch": {"helpers": "required_torch_version is_functorch_transforming"},
     "deepspeed.utils.z3_leaf_module": {"zero": _LEAF},
     "deepspeed.utils.zero_to_fp32": {
-        "whole": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint get_model_state_file=_no_such_file "
+        "offline": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint get_model_state_file=_no_such_file "
         "convert_zero_checkpoint_to_fp32_state_dict get_optim_files=_no_such_file",
     },
 }  # fmt: skip
@@ -164,6 +167,7 @@ _ULYSSES = "use one rank a sequence"
 _TENSOR = 'remove "tensor_parallel" from the configuration'
 _COMPILE = "use torch.compile, or engine.compile()"
 _CHECKPOINTS = "engine.save_checkpoint writes zeropp's format; python -m zeropp export reads it"
+_LOADABLE = "engine.save_checkpoint writes zeropp's format, which any number of ranks loads"
 
 #: What to use instead, and the names by module.
 LATER: tuple[tuple[str, dict[str, str]], ...] = (
@@ -255,13 +259,47 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
         "deepspeed.profiling.flops_profiler": "get_model_profile FlopsProfiler",
         "deepspeed.profiling.flops_profiler.profiler": "get_model_profile FlopsProfiler",
     }),
-    ("write to your tracker in the loop; zeropp.files.timeline.trace and zeropp.traffic have the figures", {
+    ("write to your tracker in the loop; zeropp.trace and zeropp.traffic have the figures", {
         "deepspeed.monitor.monitor": "MonitorMaster Monitor", "deepspeed.utils.timer": "SynchronizedWallClockTimer ThroughputTimer",
         "deepspeed.comm": "log_summary reset_log get_logged_comm_ops get_comm_operation_count TorchBackend mpi_discovery "
         "enable_symm_mem_for_group",
     }),
     ("start the script with torchrun", {"deepspeed.launcher.runner": "main", "deepspeed.utils.numa": "get_numactl_cmd",
                                         "deepspeed.utils": "get_numactl_cmd"}),
+    (
+        _LOADABLE,
+        {
+            "deepspeed.checkpoint": "ZeROCheckpoint get_model_3d_descriptor model_3d_desc",
+            "deepspeed.checkpoint.ds_to_universal": "_aggregate_autoep_zero12_metadata _group_per_tp_shapes merge_tp_slices main "
+            "_validate_autotp_conversion_support",
+            "deepspeed.checkpoint.universal_checkpoint": "SubparamShape _get_param_uc_restore_meta _resolve_autotp_partition "
+            "load_hp_checkpoint_state",
+            "deepspeed.checkpoint.utils": "get_model_ckpt_name_for_rank",
+            "deepspeed.runtime.engine": "_checkpoint_parallel_metadata",
+        },
+    ),
+    (
+        "zeropp.Config.from_json reads the file",
+        {
+            "deepspeed.runtime.zero.config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
+            "deepspeed.runtime.zero.offload_config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
+        },
+    ),
+    (
+        "zeropp's units are gathered by themselves",
+        {
+            "deepspeed.runtime.zero.linear": "LinearFunctionForZeroStage3 zero3_linear_wrap LinearModuleForZeroStage3",
+            "deepspeed.runtime.zero.parameter_offload": "ZeROOrderedDict ensure_zero_ordered_dict",
+            "deepspeed.runtime.zero.partition_parameters": "CUDAQuantizer InsertPostInitMethodToModuleSubClasses zero3_linear_wrap "
+            "MultipleAllGatherHandles _contradicting_single_rank_pg_error get_allgather_dtype",
+            "deepspeed.runtime.torch_autocast": "get_comm_dtype has_comm_dtype",
+        },
+    ),
+    ("zeropp.memory(model) tells where states are", {"deepspeed.runtime.zero.offload_states": "get_state_devices"}),
+    ("use zeropp.set_full for each parameter", {"deepspeed.utils": "safe_update_full_grad_vectorized"}),
+    ("use zeropp.nn.TiledLinear", {"deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias"}),
+    (_TENSOR, {"deepspeed.module_inject.tp_shard": "get_shard_size_list"}),
+    ("ranks talk over torch.distributed, or over zeropp's own backend", {"deepspeed.runtime.comm.nccl": "NcclBackend"}),
 )  # fmt: skip
 
 
@@ -275,14 +313,14 @@ def _rows() -> dict[str, dict[str, tuple[str, str]]]:
             found.setdefault(".".join(parts[:length]), {})
         found[module][name] = row
 
-    for instead, modules in (*LATER, *inside.LATER):
+    for instead, modules in LATER:
         for module, names in modules.items():
             for name in names.split():
                 put(module, name, ("later", instead))
-    for module, values in (*CONSTANTS.items(), *inside.CONSTANTS.items()):
+    for module, values in CONSTANTS.items():
         for name in values:
             put(module, name, ("value", ""))
-    for module, homes in (*WORKS.items(), *inside.WORKS.items()):
+    for module, homes in WORKS.items():
         for home, names in homes.items():
             for entry in names.split():
                 theirs, _, ours = entry.partition("=")
@@ -314,8 +352,7 @@ def resolve(module: str, name: str) -> Any:
     """
     kind, what = MODULES[module].get(name, ("", ""))
     if kind == "value":
-        at = ALIASES.get(module, module)
-        return {**CONSTANTS.get(at, {}), **inside.CONSTANTS.get(at, {})}[name]
+        return CONSTANTS[ALIASES.get(module, module)][name]
     if kind == "later":
         return later(f"{module}.{name}", what)
     if kind == "here":

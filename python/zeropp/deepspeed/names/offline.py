@@ -1,21 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's estimates of memory, by ``zeropp.estimate``: 16-bit parameters, fp32 master values, Adam.
-
-zeropp's ranks compute on CPUs, so what DeepSpeed calls a GPU is a rank whose memory is the host's, and offloading to the CPU changes
-nothing. Buffers are counted, not guessed: ``additional_buffer_factor`` has nothing to multiply.
-"""
+"""Answers to what scripts ask without an engine: the whole fp32 weights of a checkpoint (``deepspeed.utils.zero_to_fp32``), and estimates
+of the memory that a model needs."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import zeropp
+from zeropp.checkpoint import offline, sources
 from zeropp.config import Config, Offload
+from zeropp.errors import ConfigError
+from zeropp.zero.prepare import is_prepared
+
+
+def _folder(checkpoint_dir: Any, tag: str | None) -> Path:
+    root = Path(checkpoint_dir)
+    if tag is None:
+        latest = root / "latest"
+        if not latest.is_file():
+            raise ValueError(f"Unable to find 'latest' file at {latest}")
+        tag = latest.read_text(encoding="utf-8").strip()
+    if not (root / tag).is_dir():
+        raise FileNotFoundError(f"Directory '{root / tag}' doesn't exist")
+    return root / tag
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """The whole weights, fp32, on the CPU; tied ones under all their names. Every byte read is verified."""
+    if exclude_frozen_parameters or lazy_mode:
+        which = "exclude_frozen_parameters" if exclude_frozen_parameters else "lazy_mode"
+        raise ConfigError(
+            f"{which}=True is not supported by zeropp; python -m zeropp export writes the file piece by piece"
+        )
+    return offline.whole_state(_folder(checkpoint_dir, tag), "fp32")
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: str | None = None) -> nn.Module:
+    """The model with these weights; a partitioned one stays so."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if is_prepared(model):
+        zeropp.load_full_state_dict(model, state, strict=False)
+    else:
+        model.cpu().load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Any,
+    output_dir: Any,
+    max_shard_size: Any = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """``python -m zeropp export``: safetensors, in files of at most ``max_shard_size``."""
+    if exclude_frozen_parameters or not safe_serialization:
+        raise ConfigError(
+            "convert_zero_checkpoint_to_fp32_state_dict: zeropp writes safetensors of all parameters; give safe_serialization=True "
+            "and leave exclude_frozen_parameters out"
+        )
+    offline.export(_folder(checkpoint_dir, tag), output_dir, dtype="fp32", file_bytes=_bytes(max_shard_size))
+
+
+def _bytes(size: Any) -> int:
+    if isinstance(size, str):
+        number, unit = size[:-2], size[-2:].upper()
+        return int(float(number) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[unit])
+    return sources.FILE_BYTES if size is None else int(size)
+
+
+def _no_such_file(checkpoint_dir: Any, *args: Any) -> Any:
+    raise FileNotFoundError(
+        f"{checkpoint_dir}: zeropp's checkpoints have other files (docs/checkpoint-format.md); python -m zeropp export reads them"
+    )
+
+
+# -- estimates of memory, by zeropp.estimate: 16-bit parameters, fp32 master values, Adam -------------------------------------------------
+#
+# zeropp's ranks compute on CPUs, so what DeepSpeed calls a GPU is a rank whose memory is the host's, and offloading to the CPU changes
+# nothing. Buffers are counted, not guessed: ``additional_buffer_factor`` has nothing to multiply.
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """(elements of all parameters, tied ones once; of the module with most of its own)."""
+    """Return the elements of all parameters, tied ones once, and of the module with most of its own."""
     total = sum(one.numel() for one in model.parameters())
     return total, max(sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules())
 
@@ -34,7 +107,7 @@ def _model(total: int, largest: int) -> nn.Module:
 
 
 def _needs(model: nn.Module, stage: int, per_node: int, nodes: int, disk: bool = False) -> tuple[int, int, int]:
-    """(bytes of a host's memory, of all its ranks; of a device: none; of the largest unit)."""
+    """Return bytes: of a host's memory, for all its ranks; of a device, which has none; of the largest unit."""
     offload = Offload()
     if disk:
         offload = (
