@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zeropp.errors import ConfigError
-from zeropp.wording import shown
+from zeropp.errors import ConfigError, shown
 
 Facts = Mapping[str, Any]
 

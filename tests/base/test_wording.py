@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of messages (zeropp/wording.py): counts with their plural, ranks by name, values that cannot be shown."""
+"""Pieces of messages (zeropp/errors.py): counts with their plural, ranks by name, values that cannot be shown."""
 
 from __future__ import annotations
 
 import torch
-from zeropp.wording import are, counted, one_line, ranks_named, seconds, shown, what_it_is
+from zeropp.errors import are, counted, one_line, ranks_named, seconds, shown, what_it_is
 
 
 class Mute:

@@ -17,10 +17,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from zeropp.checkpoint.sources import FILE_BYTES, Source, opened, plan_files, write_file, write_index
 from zeropp.comm.collective import Ranks
-from zeropp.errors import CheckpointError
+from zeropp.errors import CheckpointError, are, counted
 from zeropp.files import disk
 from zeropp.files.safefile import piece_of
-from zeropp.wording import are, counted
 from zeropp.zero.access import gathered
 from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.buffers import loose_in, loose_tensors

@@ -23,10 +23,9 @@ from zeropp.checkpoint.manifest import SCALES, candidates, none_good, read_manif
 from zeropp.checkpoint.plain import from_plain
 from zeropp.checkpoint.save import check_optimizer
 from zeropp.comm.collective import Ranks
-from zeropp.errors import CheckpointError, ConfigError
+from zeropp.errors import CheckpointError, ConfigError, are, counted
 from zeropp.files import safefile
 from zeropp.ops import moments_decode_, moments_scales
-from zeropp.wording import are, counted
 from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.buffers import loose_tensors
 from zeropp.zero.model_state import WHOLE, Entry, Unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 COMMANDS = {
@@ -36,3 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     status: int = modules[options.command].run(options)
     return status
+
+
+def refuse(command: str, error: BaseException | str, status: int = 2) -> int:
+    """Print why a command cannot go on; return its exit status."""
+    text = " ".join(str(error).split()).removeprefix(f"{command}: ")
+    print(f"python -m zeropp {command}: {text}", file=sys.stderr)
+    return status
+
+
+def at_least_one(text: str) -> int:
+    """Read an option that counts something: an argument of argparse's ``type``."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; wanted a whole number above 0")
+    return value

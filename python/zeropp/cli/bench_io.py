@@ -29,7 +29,7 @@ from typing import cast
 import torch
 
 from zeropp.aio import Engine
-from zeropp.cli.say import refuse
+from zeropp.cli import refuse
 from zeropp.config import folders as config_folders
 from zeropp.errors import ConfigError, Error
 from zeropp.files.io_settings import IoSettings, store

@@ -10,15 +10,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zeropp.cli.say import at_least_one, refuse
+from zeropp.cli import at_least_one, refuse
 from zeropp.config import Config
 from zeropp.config.deepspeed_json import is_deepspeed_key
 from zeropp.config.deepspeed_keys import left_out
 from zeropp.config.reading import read_json
 from zeropp.deepspeed import schedules
 from zeropp.deepspeed.optimizers import explain
-from zeropp.errors import ConfigError
-from zeropp.wording import counted
+from zeropp.errors import ConfigError, counted
 
 #: Sections that other doors read: `zeropp.initialize` and the Trainer.
 _ELSEWHERE = {

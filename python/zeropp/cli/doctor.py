@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from zeropp.cli.say import refuse
-from zeropp.errors import CommError
-from zeropp.wording import counted, one_line
+from zeropp.cli import refuse
+from zeropp.errors import CommError, counted, one_line
 
 if TYPE_CHECKING:
     from zeropp.health import Report

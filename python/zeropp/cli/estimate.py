@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zeropp.cli.say import at_least_one, refuse
+from zeropp.cli import at_least_one, refuse
 from zeropp.config import TIERS, WIRE_FORMATS, Comm, Config, Offload, Precision, Tier
-from zeropp.errors import ConfigError, Error, NotBuiltError
-from zeropp.wording import counted, one_line, what_it_is
+from zeropp.errors import ConfigError, Error, NotBuiltError, counted, one_line, what_it_is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

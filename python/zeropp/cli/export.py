@@ -7,9 +7,8 @@ import argparse
 import sys
 
 from zeropp.checkpoint.offline import DTYPES, export
-from zeropp.cli.say import refuse
-from zeropp.errors import ConfigError, Error
-from zeropp.wording import counted
+from zeropp.cli import refuse
+from zeropp.errors import ConfigError, Error, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zeropp.cli.say import refuse
+from zeropp.cli import refuse
 from zeropp.config import Config
 from zeropp.config.deepspeed_json import is_deepspeed_key
 from zeropp.config.reading import read_json

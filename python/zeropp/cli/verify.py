@@ -7,9 +7,8 @@ import argparse
 import json
 
 from zeropp.checkpoint.offline import Finding, verify
-from zeropp.cli.say import refuse
-from zeropp.errors import Error
-from zeropp.wording import counted
+from zeropp.cli import refuse
+from zeropp.errors import Error, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

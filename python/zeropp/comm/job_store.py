@@ -37,8 +37,7 @@ from urllib.parse import parse_qs, urlparse
 from torch._C._distributed_c10d import TCPStore
 
 from zeropp.comm.rendezvous import PatientStore, Reminder, Rendezvous
-from zeropp.errors import CommError, CommTimeoutError
-from zeropp.wording import seconds
+from zeropp.errors import CommError, CommTimeoutError, seconds
 
 __all__ = ["Place", "check", "find_store", "listens_within", "place_of"]
 

@@ -30,7 +30,7 @@ from zeropp import _C
 from zeropp.comm import sparse
 from zeropp.comm.cuda import GpuGroup
 from zeropp.comm.group import BYTES, DTYPE_CODES, OP_CODES, close, create, dtype_code, rows_of
-from zeropp.wording import counted
+from zeropp.errors import counted
 
 __all__ = ["ProcessGroup"]
 

@@ -31,8 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.errors import CommError, CommTimeoutError
-from zeropp.wording import ranks_named, seconds
+from zeropp.errors import CommError, CommTimeoutError, ranks_named, seconds
 
 _log = logging.getLogger("zeropp")
 

@@ -31,8 +31,7 @@ from zeropp.config.deepspeed_keys import (
 )
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import DTYPES, folders, nearest, not_yet, wrong
-from zeropp.errors import ConfigError
-from zeropp.wording import counted
+from zeropp.errors import ConfigError, counted
 
 _ZERO = "zero_optimization."
 Field = tuple[str, Any]  # path of the key in the file, value of the field of Config

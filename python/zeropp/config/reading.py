@@ -15,8 +15,7 @@ from typing import Any
 from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import MOST_NUMBER, T, nearest, not_a_config, wrong
-from zeropp.errors import ConfigError
-from zeropp.wording import shown
+from zeropp.errors import ConfigError, shown
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 Fields = dict[str, Any]

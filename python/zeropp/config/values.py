@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeropp.errors import ConfigError
-from zeropp.wording import shown, what_it_is
+from zeropp.errors import ConfigError, shown, what_it_is
 
 T = TypeVar("T")
 

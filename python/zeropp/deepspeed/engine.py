@@ -28,8 +28,7 @@ from zeropp.deepspeed import schedules
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build
 from zeropp.deepspeed.saving import Saving
-from zeropp.errors import ConfigError, Error
-from zeropp.wording import what_it_is
+from zeropp.errors import ConfigError, Error, what_it_is
 from zeropp.zero.access import no_sync
 from zeropp.zero.engine import engine_of
 from zeropp.zero.model.forward import cast_inputs

@@ -13,8 +13,7 @@ import transformers
 from transformers.utils import strtobool
 
 import zeropp
-from zeropp.errors import ConfigError
-from zeropp.wording import what_it_is
+from zeropp.errors import ConfigError, what_it_is
 
 HELP = "zeropp: a configuration file (zeropp's or DeepSpeed's), JSON text, or a dict; trains with ZeRO"
 

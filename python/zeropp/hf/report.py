@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 import zeropp
 from zeropp import zero
-from zeropp.wording import counted
+from zeropp.errors import counted
 
 logger = logging.get_logger(f"transformers.{__name__}")
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from zeropp.optim.lamb import LAMB
-from zeropp.optim.lion import Lion
+from zeropp.optim.grouped import LAMB, Lion
 from zeropp.optim.muon import Muon
 from zeropp.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 

@@ -40,8 +40,7 @@ from torch import nn
 
 from zeropp import _C, compat
 from zeropp.config import TORCH_DTYPES, Config, as_config
-from zeropp.errors import ConfigError
-from zeropp.wording import counted, shown, what_it_is
+from zeropp.errors import ConfigError, counted, shown, what_it_is
 from zeropp.zero.formulas import (
     READ_AHEAD_BYTES,
     UnitSizes,

@@ -17,9 +17,8 @@ from zeropp import _C, compat
 from zeropp.comm.group import communicator
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
-from zeropp.errors import ConfigError
+from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
-from zeropp.wording import what_it_is
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from zeropp.config import Config, LossScale, Precision
-from zeropp.errors import ConfigError
-from zeropp.wording import counted, ranks_named
+from zeropp.errors import ConfigError, counted, ranks_named
 from zeropp.zero.model.units import UnitPlan
 
 __all__ = ["check_same_config", "check_same_lines", "check_same_model", "gather_bytes"]

@@ -19,9 +19,8 @@ from torch import optim
 
 from zeropp import compat
 from zeropp.compat import Named
-from zeropp.errors import ConfigError, Error
+from zeropp.errors import ConfigError, Error, counted
 from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
-from zeropp.wording import counted
 from zeropp.zero.engine import Engine, StepStrategy
 from zeropp.zero.model.parameter import raise_strays
 from zeropp.zero.model.units import UnitPlan
