@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from zeropp.checkpoint.load import load
@@ -75,8 +76,6 @@ def share(batch: int, micro_batch: int, *, rank: int | None = None, ranks: int |
 
 
 def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    import torch.distributed as dist
-
     if (rank is None) != (ranks is None):
         raise ConfigError(f"elastic.share: rank={rank!r} with ranks={ranks!r}; give both, or neither")
     if rank is not None and ranks is not None:

@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from zeropp.cli import refuse
 from zeropp.errors import CommError, counted, one_line
-
-if TYPE_CHECKING:
-    from zeropp.health import Report
+from zeropp.health import Report, check
 
 MOST_TIMEOUT_S = 86400
 
@@ -47,11 +48,6 @@ def run(options: argparse.Namespace) -> int:
     wrong = _wrong_place(os.environ)
     if wrong:
         return refuse("doctor", wrong)
-    import torch
-    import torch.distributed as dist
-
-    from zeropp.health import check
-
     torch.set_num_threads(1)
     try:
         dist.init_process_group("zeropp", timeout=timedelta(seconds=options.timeout))

@@ -11,6 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import zeropp
+from zeropp import _C
+from zeropp.deepspeed import names as deepspeed_names
+from zeropp.errors import Error
+
 # The oldest driver (Linux, data center branch) that runs kernels of a CUDA major version: NVIDIA's minor-version
 # compatibility, so 13.1 kernels run wherever 13.0 ones do.
 OLDEST_DRIVER = {11: "R450", 12: "R525", 13: "R580"}
@@ -33,11 +40,6 @@ def run(options: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """Return the findings: one key a row, values as JSON has them."""
-    import torch
-
-    import zeropp
-    from zeropp import _C
-
     built, refused = _C.uring()
     kernels: dict[str, dict[str, Any]] = {}
     for op, level, usable in _C.kernels():  # worst first
@@ -86,9 +88,6 @@ def needed_driver(toolkit: int) -> str:
 
 def cuda_driver() -> dict[str, Any]:
     """CUDA version of the installed driver, or why there is none."""
-    from zeropp import _C
-    from zeropp.errors import Error
-
     try:
         return {"version": cuda_version_text(_C.cuda_driver()), "why_not": None}
     except (Error, RuntimeError) as error:
@@ -97,8 +96,6 @@ def cuda_driver() -> dict[str, Any]:
 
 def deepspeed_name() -> str:
     """Return the meaning of ``import deepspeed`` in this process."""
-    from zeropp.deepspeed import names as deepspeed_names
-
     if deepspeed_names.active():
         return f"zeropp's compatibility module (answers as {deepspeed_names.VERSION})"
     real = deepspeed_names.real_package()
@@ -109,9 +106,6 @@ def deepspeed_name() -> str:
 
 def nccl_version() -> dict[str, Any]:
     """Version of the NCCL that collectives on GPUs would use: what ZEROPP_NCCL names, torch's, or what the linker finds."""
-    from zeropp import _C
-    from zeropp.errors import Error
-
     try:
         value = _C.nccl_version()
     except Error as error:

@@ -17,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeropp.cli import at_least_one, refuse
 from zeropp.config import TIERS, WIRE_FORMATS, Comm, Config, Offload, Precision, Tier
 from zeropp.errors import ConfigError, Error, NotBuiltError, counted, one_line, what_it_is
+from zeropp.zero.memory_plan import estimate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table. Exit status: 0, or 2 where the model or an option cannot be used."""
-    from zeropp.zero.memory_plan import estimate
-
     try:
         model = _model_of(options)
         found = estimate(
@@ -137,8 +138,6 @@ def _build(what: str) -> Any:
 
 def _call(what: str) -> Any:
     """``package.module:function``. Whatever the user's code raises is an error of ours that names it."""
-    import torch
-
     module, _, function = what.partition(":")
     sys.path.insert(0, "")
     try:
@@ -179,8 +178,6 @@ def _needed(maker: Any) -> list[str]:
 
 def _hugging_face(what: str) -> Any:
     """A folder, a ``config.json``, or a name. transformers raises whatever its parts raise: ours names the model."""
-    import torch
-
     try:
         import transformers
     except ImportError as error:

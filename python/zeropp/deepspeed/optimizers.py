@@ -13,6 +13,7 @@ from zeropp import compat
 from zeropp.config import Config, facts_of, nearest
 from zeropp.errors import ConfigError
 from zeropp.optim import LAMB, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam
+from zeropp.zero.step import custom
 
 # DeepSpeed compares names without case.
 _TYPES: dict[str, type[torch.optim.Optimizer]] = {
@@ -134,8 +135,6 @@ def explain(section: Any, stage: Any) -> str:
     made = build(section, [torch.nn.Parameter(torch.zeros(1))])
     if made is None:
         return "none"
-    from zeropp.zero.step import custom
-
     if stage in (0, 1, 2, 3):  # else the stage's own line says what is wrong
         compat.check({**facts_of(Config(stage=stage)), **custom.facts_of(made)})
     place = "torch.optim" if type(made).__module__.startswith("torch.") else "zeropp.optim"
