@@ -26,13 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one test of each file under --quick. Ranks run only the cases of tests that were kept."""
+    """Keep one test of each file under --quick: the first with the mark `quick`, or the first."""
     if not config.getoption("--quick"):
         return
     first: dict[Path, pytest.Item] = {}
-    for item in items:
+    for item in sorted(items, key=lambda item: item.get_closest_marker("quick") is None):
         first.setdefault(item.path, item)
-    kept = list(first.values())
+    kept = [item for item in items if item in first.values()]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

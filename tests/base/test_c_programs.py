@@ -26,8 +26,10 @@ runner = load_runner()
 
 
 @pytest.fixture(scope="module")
-def flavor():
+def flavor(request: pytest.FixtureRequest):
     made = runner.Flavor("plain")
+    if request.config.getoption("--quick"):  # only the layers below the program that is kept
+        runner.PRODUCT, made.product = ("base", "aio"), made.product.with_name("quick.a")
     made.compile_product()
     return made
 

@@ -31,6 +31,7 @@ def test_what_was_allowed_stays_allowed_and_what_was_refused_stays_refused():
     assert not differ, differ
 
 
+@pytest.mark.quick
 def test_the_documentation_has_the_table():
     """The table in docs/compatibility.md is `zeropp.compat.markdown()`."""
     text = DOC.read_text()
