@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,8 @@ def _load() -> Any:
 
 _sim = _load()
 driver = ctypes.CDLL(str(sim_build.DRIVER))
+os.environ.setdefault("ZEROPP_CUDA_DRIVER", str(sim_build.DRIVER))  # so zeropp, which is imported later, uses this device
+os.environ.setdefault("ZEROPP_NCCL", str(sim_build.DRIVER))
 
 set_schedule, finish, counts, host_waits = _sim.set_schedule, _sim.finish, _sim.counts, _sim.host_waits
 current_handle, stream_number, first_error, view_of = (
