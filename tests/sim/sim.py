@@ -29,7 +29,9 @@ def _load() -> Any:
 
 _sim = _load()
 driver = ctypes.CDLL(str(sim_build.DRIVER))
-os.environ.setdefault("ZEROPP_CUDA_DRIVER", str(sim_build.DRIVER))  # so zeropp, which is imported later, uses this device
+os.environ.setdefault(
+    "ZEROPP_CUDA_DRIVER", str(sim_build.DRIVER)
+)  # so zeropp, which is imported later, uses this device
 os.environ.setdefault("ZEROPP_NCCL", str(sim_build.DRIVER))
 
 set_schedule, finish, counts, host_waits = _sim.set_schedule, _sim.finish, _sim.counts, _sim.host_waits

@@ -43,6 +43,7 @@ struct work {
     uint64_t order, since_ns; /* `order`: of all operations that the process has enqueued, from 1 */
     void (*run)(void *arg);
     bool (*attempt)(void *arg);
+    bool attempted; /* once at least */
     void *arg;
     const char *name;
     struct mark *mark;
@@ -201,7 +202,8 @@ static bool run_unlocked(struct CUstream_st *stream, const struct work *work) {
 static void run_head(struct CUstream_st *stream) {
     struct work *work = stream->first;
     if ((work->kind == RUN || work->kind == ATTEMPT) && !run_unlocked(stream, work)) {
-        stream->tried = true;
+        stream->tried = work->attempted = true;
+        pthread_cond_broadcast(&work_done);
         return;
     }
     if (work->kind == RECORD) work->mark->done = true;
@@ -275,7 +277,7 @@ static void enter(void) {
 static bool eager_work(void) {
     for (int i = 0; i < SIM_MOST_STREAMS; i++) {
         const struct CUstream_st *stream = streams[i];
-        if (stream && !stream->lazy && stream->first && stream->first->kind != ATTEMPT && !blocked(stream)) return true;
+        if (stream && !stream->lazy && stream->first && !stream->first->attempted && !blocked(stream)) return true;
     }
     return false;
 }
@@ -308,7 +310,7 @@ static void progress_at_random(void) {
     *link = me.next;
 }
 
-/* Eager work runs inside the call. */
+/* Eager work runs inside the call. What waits for other ranks is attempted there once. */
 static int leave(int result) {
     if (!pthread_equal(pthread_self(), executor)) {
         if (seed) progress_at_random();

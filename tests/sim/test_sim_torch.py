@@ -32,7 +32,7 @@ def device() -> None:
 
 def run(case: str, *arguments: str) -> Any:
     """Return what a case prints, as JSON, on its last line."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SIM_IDLE_MS": "200"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SIM_IDLE_MS": "5000"}  # no other process waits
     command = [sys.executable, str(HERE / case), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
