@@ -327,24 +327,39 @@ static zpp_status answer_of(const struct zpp_transfer *transfer, struct zpp_err 
     return transfer->status;
 }
 
+enum { BUSY_ROUNDS = 64 };
+
+/* Run the checks of a wait where bytes keep the thread from sleeping: a dead peer, a comm error or a tick ends it; its
+ * timeout limits silence only. */
+static zpp_status check_busy(const struct zpp_wait_ctx *wait_ctx, int rank, bool gone, struct zpp_err *err) {
+    struct zpp_wait_ctx fresh = *wait_ctx;
+    fresh.start_ns = fresh.check_ns = fresh.log_ns = 0;
+    return zpp_wait_check(&fresh, rank, gone, err);
+}
+
 zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_p2p *p2p = transfer->p2p;
     struct zpp_comm *comm = p2p->comm;
     struct zpp_wait_ctx wait_ctx = {
         .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe, .ctx = transfer};
     struct zpp_counter *bell = &zpp_control(comm, comm->rank)->doorbell.counter;
-    bool looks = false;
+    bool slept = false;
+    unsigned rounds = 0;
     zpp_status status = ZPP_OK;
     pthread_mutex_lock(&p2p->lock);
     p2p->waiters++;
     while (status == ZPP_OK && transfer->status == ZPP_AGAIN) {
         const uint32_t heard = atomic_load(&bell->value);
+        const bool checks = slept || ++rounds >= BUSY_ROUNDS;
         bool gone = false;
-        const int rank = looks ? awaited(comm, transfer, &gone) : ZPP_NO_RANK; /* before the check for its bytes */
+        const int rank = checks ? awaited(comm, transfer, &gone) : ZPP_NO_RANK; /* before the check for its bytes */
         if (progress(p2p) || transfer->status != ZPP_AGAIN) continue;
         pthread_mutex_unlock(&p2p->lock);
-        if (looks) status = zpp_wait_check(&wait_ctx, rank, gone, err);
-        looks = status == ZPP_OK && !zpp_counter_sleep(&wait_ctx, bell, heard + 1);
+        if (checks) {
+            status = slept ? zpp_wait_check(&wait_ctx, rank, gone, err) : check_busy(&wait_ctx, rank, gone, err);
+            rounds = 0;
+        }
+        slept = status == ZPP_OK && !zpp_counter_sleep(&wait_ctx, bell, heard + 1);
         pthread_mutex_lock(&p2p->lock);
     }
     p2p->waiters--;

@@ -137,6 +137,27 @@ static void sender_leaves(struct test_rank *me) {
 
 static void who_leaves_is_named(void) { run_ranks(2, sender_leaves, NULL); }
 
+/* Rank 1 waits for rank 2, which leaves, while messages of rank 0 keep it from sleeping. */
+static void busy_waiter(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_transfer *transfer = NULL, *sent = NULL;
+    char data[8] = "abcdefg";
+    zpp_comm_set_timeout(me->comm, 10 * TEST_SECOND_NS);
+    test_join(me);
+    if (me->rank == 2) return;
+    if (me->rank == 1) {
+        CHECK_OK(zpp_comm_recv(me->comm, data, 8, 2, 0, &transfer, &err));
+        CHECK_FAILS(zpp_transfer_wait(transfer, NULL, &err), ZPP_PEER, "rank 2 left the group");
+        zpp_transfer_free(transfer);
+    }
+    while (me->rank == 0 && zpp_comm_health(me->comm, &err) == ZPP_OK) {
+        if (zpp_comm_send(me->comm, data, 8, 1, 1, &sent, &err) == ZPP_OK) zpp_transfer_free(sent);
+        pause_ms(5);
+    }
+}
+
+static void traffic_does_not_hide_a_loss(void) { run_ranks(3, busy_waiter, NULL); }
+
 static void nobody_waits(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_transfer *transfer;
@@ -181,6 +202,7 @@ int main(int argc, char **argv) {
                                              TEST(any_source),
                                              TEST(sizes_must_agree),
                                              TEST(who_leaves_is_named),
+                                             TEST(traffic_does_not_hide_a_loss),
                                              TEST(transfers_go_on_alone),
                                              TEST(destroy_ends_what_is_pending),
                                              {0}};
