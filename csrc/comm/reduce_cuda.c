@@ -16,8 +16,8 @@ void zpp_sum_cuda_fill(const struct zpp_stream_sum *sum, struct zpp_sum_cuda_arg
     *args = (struct zpp_sum_cuda_args){ .dst = sum->dst, .halt = sum->halt, .nonfinite = sum->nonfinite,
                                         .elems = sum->elems, .scale = sum->scale, .sources = (uint32_t)sum->sources,
                                         .blocks = pieces < ZPP_SUM_CUDA_BLOCKS ? (uint32_t)pieces : ZPP_SUM_CUDA_BLOCKS,
-                                        .kind = zpp_cuda_kind_of(sum->dtype),
-                                        .dst_kind = zpp_cuda_kind_of(sum->dst_dtype), .accumulate = sum->accumulate };
+                                        .kind = zpp_cuda_dtype_of(sum->dtype),
+                                        .dst_kind = zpp_cuda_dtype_of(sum->dst_dtype), .accumulate = sum->accumulate };
     for (int r = 0; r < sum->sources; r++) {
         args->src[r] = sum->src[r];
         addresses |= (uintptr_t)sum->src[r];

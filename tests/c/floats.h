@@ -31,7 +31,7 @@ static inline __attribute__((unused)) float random_float(bool wild, uint32_t ord
 }
 
 #ifdef ZPP_ON_CPU /* behind cuda_on_cpu.h and a kernel's file */
-static inline __attribute__((unused)) uint8_t kind_of(zpp_dtype dtype) {
+static inline __attribute__((unused)) uint8_t cuda_dtype_of(zpp_dtype dtype) {
     return dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32;
 }
 #endif

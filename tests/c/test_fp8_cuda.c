@@ -34,7 +34,7 @@ static void check(const struct zpp_fp8_spec *spec, zpp_dtype dtype, size_t elems
     got = want;
     zpp_fp8_quantise(spec, src, dtype, elems, want.codes, want.scales, NULL);
     struct zpp_fp8_cuda_args args = { .floats = src, .codes = got.codes, .scales = got.scales, .elems = elems,
-                                      .block_elems = spec->block_elems, .kind = kind_of(dtype),
+                                      .block_elems = spec->block_elems, .dtype = cuda_dtype_of(dtype),
                                       .format = (uint8_t)spec->format };
     cuda_run(kernel_quantise_thunk, &args, zpp_fp8_blocks(spec, elems), ZPP_FP8_CUDA_THREADS);
     CHECK(memcmp(want.codes, got.codes, sizeof got.codes) == 0);

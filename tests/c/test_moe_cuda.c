@@ -138,7 +138,7 @@ static void check_rows(const struct zpp_moe_plan *plan, zpp_dtype dtype) {
         .tokens = rows.tokens, .k = rows.k, .experts = rows.experts, .capacity = rows.capacity,
         .buffer_rows = buffer_rows, .width_elems = WIDTH, .word_bytes = 4,
         .row_words = WIDTH * zpp_dtype_bytes(dtype) / 4,
-        .kind = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32 };
+        .dtype = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32 };
     memset(&want_moved, 1, sizeof want_moved);
     got_moved = want_moved;
     zpp_moe_dispatch(&rows, x, want_moved.buffer, NULL);

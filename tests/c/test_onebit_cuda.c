@@ -38,7 +38,7 @@ static float random_value(bool wild) {
 
 static struct zpp_onebit_cuda_args args_of(zpp_dtype dtype, size_t chunk_elems, size_t elems) {
     return (struct zpp_onebit_cuda_args){
-        .kind = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32,
+        .dtype = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32,
         .elems = elems, .chunk_elems = chunk_elems, .chunks = zpp_onebit_chunks(chunk_elems, elems),
         .chunk_blocks = (chunk_elems + ZPP_ONEBIT_BLOCK_ELEMS - 1) / ZPP_ONEBIT_BLOCK_ELEMS };
 }

@@ -52,7 +52,7 @@ static void check_format(const struct zpp_quant_spec *spec, zpp_dtype dtype, siz
     zpp_quantise(spec, src, dtype, elems, &to, NULL);
     struct zpp_quant_cuda_args args = {
         .floats = src, .codes = got.codes, .scales = got.scales, .mids = spec->asymmetric ? got.mids : NULL,
-        .elems = elems, .block_elems = spec->block_elems, .kind = kind_of(dtype), .bits = (uint8_t)spec->bits };
+        .elems = elems, .block_elems = spec->block_elems, .dtype = cuda_dtype_of(dtype), .bits = (uint8_t)spec->bits };
     quantise(&args);
     CHECK(memcmp(want.codes, got.codes, sizeof got.codes) == 0); /* what lies behind them, too */
     CHECK(same(want.scales, got.scales, ZPP_F32, ROOM_ELEMS / 16));

@@ -57,7 +57,7 @@ static void check_format(const struct zpp_quant_spec *spec, zpp_dtype dtype, siz
     memset(&want, GUARD, sizeof want);
     got = want;
     zpp_quant_sum(spec, sources, count, args.factor, want.floats, dtype, elems, NULL);
-    args.to = (struct zpp_quant_cuda_args){ .floats = got.floats, .elems = elems, .kind = kind_of(dtype) };
+    args.to = (struct zpp_quant_cuda_args){ .floats = got.floats, .elems = elems, .dtype = cuda_dtype_of(dtype) };
     cuda_loop(kernel_sum_thunk, &args, (elems + 2 * ZPP_QUANT_CUDA_PAIRS - 1) / (2 * ZPP_QUANT_CUDA_PAIRS),
               ZPP_QUANT_CUDA_THREADS);
     CHECK(same(want.floats, got.floats, dtype, ROOM_ELEMS));

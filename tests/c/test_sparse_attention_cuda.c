@@ -54,7 +54,7 @@ static struct zpp_sparse_cuda_args args_of(const struct zpp_sparse_attention *at
         .columns = at->layout.columns, .heads_all = at->batch * at->heads, .heads = at->heads, .seq = at->seq,
         .dim = at->dim, .layout_heads = at->layout.heads, .blocks = at->layout.blocks,
         .block = at->layout.block_elems, .entries = at->layout.entries, .scale = at->scale,
-        .kind = at->dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : at->dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32,
+        .dtype = at->dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : at->dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32,
         .causal = at->causal };
 }
 

@@ -31,8 +31,8 @@ size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segmen
             .param = s->param, .exp_avg = s->exp_avg, .exp_avg_sq = s->exp_avg_sq, .grad = s->grad,
             .param_out = s->param_out, .elems = s->elems, .lr = s->lr, .trust_least = s->trust_least,
             .trust_most = s->trust_most, .consts = zpp_lamb_consts_of(s, grad_scale), .first_block = batch->blocks,
-            .grad_kind = zpp_cuda_kind_of(s->grad_dtype),
-            .out_kind = s->param_out ? zpp_cuda_kind_of(s->out_dtype) : ZPP_CUDA_NONE };
+            .grad_dtype = zpp_cuda_dtype_of(s->grad_dtype),
+            .out_dtype = s->param_out ? zpp_cuda_dtype_of(s->out_dtype) : ZPP_CUDA_NONE };
         batch->blocks += (uint32_t)((s->elems + ZPP_LAMB_BLOCK_ELEMS - 1) / ZPP_LAMB_BLOCK_ELEMS);
     }
     batch->taken = (uint32_t)taken;
@@ -72,8 +72,8 @@ static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segm
     const struct zpp_lamb_segment *s = &job->segments[index];
     *segment = (struct zpp_low_cuda_segment){
         .param = s->param, .grad = s->grad, .param_out = s->param_out, .elems = s->elems,
-        .grad_kind = zpp_cuda_kind_of(s->grad_dtype),
-        .out_kind = s->param_out ? zpp_cuda_kind_of(s->out_dtype) : ZPP_CUDA_NONE,
+        .grad_dtype = zpp_cuda_dtype_of(s->grad_dtype),
+        .out_dtype = s->param_out ? zpp_cuda_dtype_of(s->out_dtype) : ZPP_CUDA_NONE,
     };
     zpp_low_cuda_hold(segment, &s->how, s->moments, 2, ZPP_MOMENT_FIRST);
     ((struct zpp_lamb_low_consts *)consts)->lamb = zpp_lamb_consts_of(s, job->grad_scale);

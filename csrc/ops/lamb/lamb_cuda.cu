@@ -47,7 +47,7 @@ KERNEL zpp_lamb_cuda_moments(const __grid_constant__ struct zpp_lamb_cuda_batch 
     for (uint64_t i = block_begin(s, block) + lane; i < end; i += ZPP_LAMB_CUDA_LANES) {
         const float p = s->param[i];
         float m = s->exp_avg[i], v = s->exp_avg_sq[i];
-        const float u = zpp_lamb_moments(&s->consts, zpp_cuda_load(s->grad, s->grad_kind, i), p, &m, &v);
+        const float u = zpp_lamb_moments(&s->consts, zpp_cuda_load(s->grad, s->grad_dtype, i), p, &m, &v);
         s->exp_avg[i] = m;
         s->exp_avg_sq[i] = v;
         params = ZPP_ADD(params, ZPP_MUL(p, p));
@@ -108,6 +108,6 @@ KERNEL zpp_lamb_cuda_move(const __grid_constant__ struct zpp_lamb_cuda_batch bat
     for (uint64_t i = block_begin(s, block) + threadIdx.x; i < end; i += ZPP_LAMB_CUDA_THREADS) {
         const float moved = zpp_lamb_moved(&consts, s->param[i], s->exp_avg[i], s->exp_avg_sq[i]);
         s->param[i] = moved;
-        zpp_cuda_store(s->param_out, s->out_kind, i, moved);
+        zpp_cuda_store(s->param_out, s->out_dtype, i, moved);
     }
 }

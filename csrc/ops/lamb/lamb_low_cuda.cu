@@ -36,7 +36,7 @@ KERNEL zpp_lamb_low_cuda_lanes(const __grid_constant__ struct zpp_lamb_low_cuda_
         const uint64_t scale = i / ZPP_LOW_CUDA_THREADS; /* a segment is a whole tensor */
         const float p = s->param[i];
         float m = zpp_low_decoded(s, 0, i, scale), v = zpp_low_decoded(s, 1, i, scale);
-        const float u = zpp_lamb_moments(&batch.consts[k].lamb, zpp_cuda_load(s->grad, s->grad_kind, i), p, &m, &v);
+        const float u = zpp_lamb_moments(&batch.consts[k].lamb, zpp_cuda_load(s->grad, s->grad_dtype, i), p, &m, &v);
         params = ZPP_ADD(params, ZPP_MUL(p, p));
         updates = ZPP_ADD(updates, ZPP_MUL(u, u));
     }

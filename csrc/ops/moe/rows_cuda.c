@@ -37,7 +37,7 @@ static struct zpp_rows_cuda_args args_of(const struct zpp_moe_rows *rows, const 
         .slots = (int32_t *)(uintptr_t)rows->slots, .kept = (int64_t *)(uintptr_t)rows->kept, .out = to,
         .tokens = rows->tokens, .k = rows->k, .experts = rows->experts, .capacity = rows->capacity,
         .buffer_rows = zpp_moe_buffer_rows(rows), .width_elems = rows->width_elems,
-        .kind = zpp_cuda_kind_of(rows->dtype) };
+        .dtype = zpp_cuda_dtype_of(rows->dtype) };
     const uint64_t row_bytes = rows->width_elems * zpp_dtype_bytes(rows->dtype);
     args.word_bytes = zpp_words_bytes(row_bytes, from, to, NULL);
     args.row_words = row_bytes / args.word_bytes;

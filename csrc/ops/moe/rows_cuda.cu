@@ -127,12 +127,12 @@ KERNEL zpp_moe_cuda_combine(const __grid_constant__ struct zpp_rows_cuda_args a)
         for (uint64_t j = 0; j < a.k; ++j) {
             const int32_t slot = a.slots[token * a.k + j];
             if (!is_row(&a, slot)) continue;
-            const float value = zpp_cuda_load(a.buffer_in, a.kind, (uint64_t)slot * a.width_elems + i);
+            const float value = zpp_cuda_load(a.buffer_in, a.dtype, (uint64_t)slot * a.width_elems + i);
             const float part = a.weights ? ZPP_MUL(a.weights[token * a.k + j], value) : value;
             total = first ? part : ZPP_ADD(total, part);
             first = 0;
         }
-        zpp_cuda_store(a.out, a.kind, token * a.width_elems + i, total);
+        zpp_cuda_store(a.out, a.dtype, token * a.width_elems + i, total);
     }
 }
 
@@ -143,14 +143,14 @@ KERNEL zpp_moe_cuda_combine_backward(const __grid_constant__ struct zpp_rows_cud
     const uint64_t grad = blockIdx.x / a.k * a.width_elems, row = live ? (uint64_t)slot * a.width_elems : 0;
     const float weight = a.weights[blockIdx.x];
     for (uint64_t i = threadIdx.x; i < a.width_elems && live; i += ZPP_ROWS_CUDA_THREADS) {
-        zpp_cuda_store(a.out, a.kind, row + i, ZPP_MUL(weight, zpp_cuda_load(a.tokens_in, a.kind, grad + i)));
+        zpp_cuda_store(a.out, a.dtype, row + i, ZPP_MUL(weight, zpp_cuda_load(a.tokens_in, a.dtype, grad + i)));
     }
     if (threadIdx.x < ZPP_ROWS_CUDA_LANES) {
         float sum = 0.0f;
 #pragma unroll 4
         for (uint64_t i = threadIdx.x; i < a.width_elems && live; i += ZPP_ROWS_CUDA_LANES) {
-            sum = ZPP_ADD(sum, ZPP_MUL(zpp_cuda_load(a.buffer_in, a.kind, row + i),
-                                       zpp_cuda_load(a.tokens_in, a.kind, grad + i)));
+            sum = ZPP_ADD(sum, ZPP_MUL(zpp_cuda_load(a.buffer_in, a.dtype, row + i),
+                                       zpp_cuda_load(a.tokens_in, a.dtype, grad + i)));
         }
         lanes[threadIdx.x] = sum;
     }

@@ -20,7 +20,7 @@ struct zpp_rows_cuda_args {
     float *grad_weights;
     uint64_t tokens, k, experts, capacity, buffer_rows, width_elems, row_words, seed;
     uint32_t word_bytes; /* copy_words_cuda.h */
-    uint8_t kind;        /* element_cuda.h */
+    uint8_t dtype;       /* element_cuda.h */
 };
 
 #endif

@@ -31,7 +31,7 @@ struct zpp_low_cuda_segment {
     uint64_t elems, key;
     uint32_t index;       /* the first element's place in its tensor: its low 32 bits */
     uint32_t first_block; /* the block of the grid that has this segment's first chunk */
-    uint8_t grad_kind, out_kind; /* element_cuda.h */
+    uint8_t grad_dtype, out_dtype; /* element_cuda.h */
     uint8_t moments, first;      /* how many, and which the first is (enum zpp_moments_which) */
     uint8_t int8;                /* 8 bits, or bf16 */
 };

@@ -23,9 +23,9 @@ static __device__ __forceinline__ void low_step(const struct zpp_low_cuda_segmen
                                                 low_element_fn element, uint64_t i, uint64_t block, float moments[3]) {
     for (int k = 0; k < s->moments; ++k) moments[k] = zpp_low_decoded(s, k, i, block);
     float p = s->param[i];
-    element(consts, zpp_cuda_load(s->grad, s->grad_kind, i), &p, moments);
+    element(consts, zpp_cuda_load(s->grad, s->grad_dtype, i), &p, moments);
     s->param[i] = p;
-    zpp_cuda_store(s->param_out, s->out_kind, i, p);
+    zpp_cuda_store(s->param_out, s->out_dtype, i, p);
 }
 
 /* Elements from `line` on, four blocks of them; `into`: where the segment begins in its first block. */

@@ -20,7 +20,7 @@ size_t zpp_norm_cuda_fill(const struct zpp_norm_segment *segments, size_t segmen
     for (size_t k = 0; k < taken; ++k) {
         const struct zpp_norm_segment *s = &segments[k];
         batch->segments[k] = (struct zpp_norm_cuda_segment){ s->data, s->elems, batch->blocks,
-                                                             zpp_cuda_kind_of(s->dtype) };
+                                                             zpp_cuda_dtype_of(s->dtype) };
         batch->blocks += (uint32_t)((s->elems + ZPP_NORM_BLOCK_ELEMS - 1) / ZPP_NORM_BLOCK_ELEMS);
     }
     return taken;

@@ -38,7 +38,7 @@ KERNEL zpp_norm_cuda_lanes(const __grid_constant__ struct zpp_norm_cuda_batch ba
     unsigned long long nonfinite = 0;
 #pragma unroll 4
     for (uint64_t i = begin + lane; i < end; i += ZPP_NORM_CUDA_LANES) {
-        const float x = zpp_cuda_load(s->data, (int)s->kind, i);
+        const float x = zpp_cuda_load(s->data, (int)s->dtype, i);
         nonfinite += (ZPP_BITS(x) & 0x7f800000u) == 0x7f800000u;
         sum = __dadd_rn(sum, __dmul_rn((double)x, (double)x));
     }

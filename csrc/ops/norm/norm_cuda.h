@@ -18,7 +18,7 @@ struct zpp_norm_cuda_segment {
     const void *data;
     uint64_t elems;
     uint32_t first_block; /* of the launch's blocks of 4096 elements */
-    uint32_t kind;        /* element_cuda.h */
+    uint32_t dtype;       /* element_cuda.h */
 };
 
 struct zpp_norm_cuda_batch {

@@ -50,7 +50,7 @@ zpp_status zpp_onebit_compress_cuda(zpp_device *device, void *native, size_t chu
                                     zpp_dtype src_dtype, float *error, size_t elems, uint8_t *bits, float *scales,
                                     float *work, struct zpp_err *err) {
     struct zpp_onebit_cuda_args args = { .floats = (void *)(uintptr_t)src, .error = error, .bits = bits,
-                                         .scales = scales, .lanes = work, .kind = zpp_cuda_kind_of(src_dtype) };
+                                         .scales = scales, .lanes = work, .dtype = zpp_cuda_dtype_of(src_dtype) };
     size_args(&args, chunk_elems, elems);
     return compress(device, native, &args, err);
 }
@@ -76,7 +76,7 @@ zpp_status zpp_onebit_reduce_cuda(zpp_device *device, void *native, size_t chunk
 zpp_status zpp_onebit_decode_cuda(zpp_device *device, void *native, size_t chunk_elems,
                                   const struct zpp_onebit_source *from, void *dst, zpp_dtype dst_dtype, size_t elems,
                                   bool accumulate, struct zpp_err *err) {
-    struct zpp_onebit_cuda_args args = { .floats = dst, .kind = zpp_cuda_kind_of(dst_dtype),
+    struct zpp_onebit_cuda_args args = { .floats = dst, .dtype = zpp_cuda_dtype_of(dst_dtype),
                                          .accumulate = accumulate };
     args.sources[0] = (struct zpp_onebit_cuda_source){ from->bits, from->scales };
     size_args(&args, chunk_elems, elems);

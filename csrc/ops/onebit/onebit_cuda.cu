@@ -33,7 +33,7 @@ static __device__ __forceinline__ float value_of(const struct zpp_onebit_cuda_so
 
 /* x + error */
 static __device__ __forceinline__ float owed_at(const struct zpp_onebit_cuda_args *a, uint64_t chunk, uint64_t i) {
-    if (a->floats) return zpp_onebit_owed(zpp_cuda_load(a->floats, a->kind, i), a->error[i]);
+    if (a->floats) return zpp_onebit_owed(zpp_cuda_load(a->floats, a->dtype, i), a->error[i]);
     float sum = value_of(&a->sources[0], chunk, i);
     for (uint32_t s = 1; s < a->sources_count; ++s) sum = ZPP_ADD(sum, value_of(&a->sources[s], chunk, i));
     return zpp_onebit_owed(ZPP_MUL(sum, a->factor), a->error[i]);
@@ -103,7 +103,7 @@ KERNEL zpp_onebit_cuda_decode(const __grid_constant__ struct zpp_onebit_cuda_arg
 #pragma unroll 4
     for (uint64_t i = first + threadIdx.x; i < end; i += ZPP_ONEBIT_CUDA_THREADS) {
         const float value = value_of(&a.sources[0], i / a.chunk_elems, i);
-        zpp_cuda_store(a.floats, a.kind, i,
-                       a.accumulate ? ZPP_ADD(zpp_cuda_load(a.floats, a.kind, i), value) : value);
+        zpp_cuda_store(a.floats, a.dtype, i,
+                       a.accumulate ? ZPP_ADD(zpp_cuda_load(a.floats, a.dtype, i), value) : value);
     }
 }

@@ -29,7 +29,7 @@ struct zpp_onebit_cuda_args {
     uint64_t elems, chunk_elems, chunks, chunk_blocks; /* chunk_blocks: blocks of a whole chunk */
     float factor;
     uint32_t sources_count;
-    uint8_t kind, accumulate; /* kind of floats: element_cuda.h */
+    uint8_t dtype, accumulate; /* dtype of floats: element_cuda.h */
     struct zpp_onebit_cuda_source sources[ZPP_ONEBIT_CUDA_SOURCES]; /* decode: the first */
 };
 

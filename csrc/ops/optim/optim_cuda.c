@@ -38,12 +38,12 @@ struct job {
     float grad_scale;
 };
 
-static uint8_t out_kind_of(const struct zpp_optim_segment *s) {
-    return s->param_out ? zpp_cuda_kind_of(s->out_dtype) : ZPP_CUDA_NONE;
+static uint8_t out_dtype_of(const struct zpp_optim_segment *s) {
+    return s->param_out ? zpp_cuda_dtype_of(s->out_dtype) : ZPP_CUDA_NONE;
 }
 
-static uint8_t grad_kind_of(const struct zpp_optim_segment *s) {
-    return s->grad ? zpp_cuda_kind_of(s->grad_dtype) : ZPP_CUDA_NONE;
+static uint8_t grad_dtype_of(const struct zpp_optim_segment *s) {
+    return s->grad ? zpp_cuda_dtype_of(s->grad_dtype) : ZPP_CUDA_NONE;
 }
 
 /* Segments from `begin` on, all with fp32 states. */
@@ -65,7 +65,7 @@ static size_t fill(const void *arg, size_t begin, void *batch, unsigned int *blo
         const union zpp_optim_consts one = zpp_optim_consts_of(s, job->grad_scale);
         at[*count] = (struct zpp_optim_cuda_segment){
             .param = s->param, .grad = s->grad, .param_out = s->param_out, .elems = s->elems, .first_block = *blocks,
-            .grad_kind = grad_kind_of(s), .out_kind = out_kind_of(s),
+            .grad_dtype = grad_dtype_of(s), .out_dtype = out_dtype_of(s),
         };
         memcpy(states + *count * shape->states, s->state + shape->first, shape->states * sizeof *states);
         memcpy(consts + *count * kernel->consts_bytes, &one, kernel->consts_bytes);
@@ -84,7 +84,7 @@ static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segm
     const union zpp_optim_consts one = zpp_optim_consts_of(s, job->grad_scale);
     *segment = (struct zpp_low_cuda_segment){
         .param = s->param, .grad = s->grad, .param_out = s->param_out, .elems = s->elems,
-        .grad_kind = grad_kind_of(s), .out_kind = out_kind_of(s),
+        .grad_dtype = grad_dtype_of(s), .out_dtype = out_dtype_of(s),
     };
     const size_t count = (size_t)__builtin_popcount(one.options & 0x7u);
     zpp_low_cuda_hold(segment, &s->how, s->moments + first, count, (enum zpp_moments_which)first);

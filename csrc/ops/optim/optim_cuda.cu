@@ -48,7 +48,7 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
         for (int u = 0; u < UNROLL; ++u) {
             const uint64_t i = row + (uint64_t)u * stride;
             if (i >= end) break;
-            g[u] = s->grad_kind == ZPP_CUDA_NONE ? 0.0f : zpp_cuda_load(s->grad, s->grad_kind, i);
+            g[u] = s->grad_dtype == ZPP_CUDA_NONE ? 0.0f : zpp_cuda_load(s->grad, s->grad_dtype, i);
             p[u] = s->param[i];
 #pragma unroll
             for (int k = 0; k < states; ++k) x[u][k] = options >> k & 1 ? state[k][i] : 0.0f;
@@ -61,7 +61,7 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
             s->param[i] = moved;
 #pragma unroll
             for (int k = 0; k < states; ++k) if (options & written & 1u << k) state[k][i] = x[u][k];
-            zpp_cuda_store(s->param_out, s->out_kind, i, moved);
+            zpp_cuda_store(s->param_out, s->out_dtype, i, moved);
         }
     }
 }

@@ -33,7 +33,7 @@ struct zpp_optim_cuda_segment {
     void *param_out;
     uint64_t elems;
     uint32_t first_block; /* the block of the grid that has this segment's first chunk */
-    uint8_t grad_kind, out_kind; /* element_cuda.h */
+    uint8_t grad_dtype, out_dtype; /* element_cuda.h */
 };
 
 /* Segments of a launch: what fits, with the pointers to their states (NULL: not there) and their constants. */

@@ -16,7 +16,7 @@ zpp_status zpp_fp8_quantise_cuda(zpp_device *device, void *native, const struct 
     assert(spec->block_elems >= 16 && spec->block_elems % 16 == 0);
     const struct zpp_fp8_cuda_args args = {
         .floats = (void *)(uintptr_t)src, .codes = codes, .scales = scales, .elems = elems,
-        .block_elems = spec->block_elems, .kind = zpp_cuda_kind_of(src_dtype), .format = (uint8_t)spec->format };
+        .block_elems = spec->block_elems, .dtype = zpp_cuda_dtype_of(src_dtype), .format = (uint8_t)spec->format };
     const struct zpp_launch_cuda launch = { "zpp_fp8_quantise_cuda", zpp_fp8_blocks(spec, elems),
                                             ZPP_FP8_CUDA_THREADS, 0 };
     return zpp_launch_cuda(device, native, &launch, &args, err);
@@ -27,7 +27,7 @@ zpp_status zpp_fp8_dequantise_cuda(zpp_device *device, void *native, const struc
                                    size_t elems, bool accumulate, struct zpp_err *err) {
     const struct zpp_fp8_cuda_args args = {
         .floats = dst, .codes = (uint8_t *)(uintptr_t)codes, .scales = (float *)(uintptr_t)scales, .elems = elems,
-        .block_elems = spec->block_elems, .kind = zpp_cuda_kind_of(dst_dtype), .format = (uint8_t)spec->format,
+        .block_elems = spec->block_elems, .dtype = zpp_cuda_dtype_of(dst_dtype), .format = (uint8_t)spec->format,
         .accumulate = accumulate };
     const struct zpp_launch_cuda launch = { "zpp_fp8_dequantise_cuda",
                                             zpp_launch_cuda_blocks(elems, ZPP_FP8_CUDA_ELEMS), ZPP_FP8_CUDA_THREADS,

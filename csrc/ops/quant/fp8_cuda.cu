@@ -21,7 +21,7 @@ KERNEL zpp_fp8_quantise_cuda(const __grid_constant__ struct zpp_fp8_cuda_args a)
     const uint64_t end = a.elems - begin < a.block_elems ? a.elems : begin + a.block_elems;
     uint32_t top = 0;
     for (uint64_t i = begin + threadIdx.x; i < end; i += ZPP_FP8_CUDA_THREADS) {
-        const uint32_t bits = ZPP_BITS(zpp_cuda_load(a.floats, a.kind, i)) & 0x7fffffffu;
+        const uint32_t bits = ZPP_BITS(zpp_cuda_load(a.floats, a.dtype, i)) & 0x7fffffffu;
         if (bits > top) top = bits;
     }
     tops[threadIdx.x] = top;
@@ -31,7 +31,7 @@ KERNEL zpp_fp8_quantise_cuda(const __grid_constant__ struct zpp_fp8_cuda_args a)
     const struct zpp_fp8_consts consts = zpp_fp8_consts_of(kind, top);
     if (threadIdx.x == 0) a.scales[blockIdx.x] = consts.scale;
     for (uint64_t i = begin + threadIdx.x; i < end; i += ZPP_FP8_CUDA_THREADS) {
-        const float x = ZPP_MUL(zpp_cuda_load(a.floats, a.kind, i), consts.inverse);
+        const float x = ZPP_MUL(zpp_cuda_load(a.floats, a.dtype, i), consts.inverse);
         a.codes[i] = consts.inverse == 0.0f ? (uint8_t)0 : zpp_fp8_encode(kind, x);
     }
 }
@@ -42,7 +42,7 @@ KERNEL zpp_fp8_dequantise_cuda(const __grid_constant__ struct zpp_fp8_cuda_args 
 #pragma unroll 4
     for (uint64_t i = first + threadIdx.x; i < end; i += ZPP_FP8_CUDA_THREADS) {
         const float value = ZPP_MUL(zpp_fp8_decode(a.format, a.codes[i]), a.scales[i / a.block_elems]);
-        zpp_cuda_store(a.floats, a.kind, i,
-                       a.accumulate ? ZPP_ADD(zpp_cuda_load(a.floats, a.kind, i), value) : value);
+        zpp_cuda_store(a.floats, a.dtype, i,
+                       a.accumulate ? ZPP_ADD(zpp_cuda_load(a.floats, a.dtype, i), value) : value);
     }
 }

@@ -14,7 +14,7 @@ struct zpp_fp8_cuda_args {
     uint8_t *codes;
     float *scales;
     uint64_t elems, block_elems;
-    uint8_t kind, format, accumulate; /* kind: element_cuda.h */
+    uint8_t dtype, format, accumulate; /* dtype: element_cuda.h */
 };
 
 #endif

@@ -32,7 +32,7 @@ zpp_status zpp_quantise_cuda(zpp_device *device, void *native, const struct zpp_
     struct zpp_quant_cuda_args args = {
         .floats = (void *)(uintptr_t)src, .codes = to->codes, .scales = to->scales,
         .mids = spec->asymmetric ? to->mids : NULL, .elems = elems, .block_elems = spec->block_elems,
-        .kind = zpp_cuda_kind_of(src_dtype), .bits = (uint8_t)spec->bits };
+        .dtype = zpp_cuda_dtype_of(src_dtype), .bits = (uint8_t)spec->bits };
     return launch(device, native, "zpp_quantise_cuda", zpp_quant_blocks(spec, elems), &args, err);
 }
 
@@ -42,7 +42,7 @@ zpp_status zpp_dequantise_cuda(zpp_device *device, void *native, const struct zp
     struct zpp_quant_cuda_args args = {
         .floats = dst, .codes = (uint8_t *)(uintptr_t)from->codes, .scales = (float *)(uintptr_t)from->scales,
         .mids = spec->asymmetric ? (float *)(uintptr_t)from->mids : NULL, .elems = elems,
-        .block_elems = spec->block_elems, .kind = zpp_cuda_kind_of(dst_dtype), .bits = (uint8_t)spec->bits,
+        .block_elems = spec->block_elems, .dtype = zpp_cuda_dtype_of(dst_dtype), .bits = (uint8_t)spec->bits,
         .accumulate = accumulate };
     const uint64_t pairs = elems / 2 + elems % 2;
     return launch(device, native, "zpp_dequantise_cuda", (pairs + ZPP_QUANT_CUDA_PAIRS - 1) / ZPP_QUANT_CUDA_PAIRS,
@@ -76,7 +76,7 @@ zpp_status zpp_quant_sum_cuda(zpp_device *device, void *native, const struct zpp
                               const struct zpp_quant_source *sources, size_t sources_count, float factor, void *dst,
                               zpp_dtype dst_dtype, size_t elems, struct zpp_err *err) {
     struct zpp_quant_sum_cuda_args args = {
-        .to = { .floats = dst, .elems = elems, .kind = zpp_cuda_kind_of(dst_dtype) } };
+        .to = { .floats = dst, .elems = elems, .dtype = zpp_cuda_dtype_of(dst_dtype) } };
     const zpp_status status = describe_sources(spec, sources, sources_count, factor, &args, err);
     if (status != ZPP_OK) return status;
     const uint64_t pairs = elems / 2 + elems % 2;

@@ -15,7 +15,7 @@
 
 #define BLOCK_SOURCE struct zpp_quant_cuda_args
 static __device__ __forceinline__ float block_element(const struct zpp_quant_cuda_args *a, uint64_t i) {
-    return zpp_cuda_load(a->floats, a->kind, i);
+    return zpp_cuda_load(a->floats, a->dtype, i);
 }
 #include "quant_block_cuda.h"
 
@@ -30,8 +30,8 @@ static __device__ __forceinline__ void put_value(const struct zpp_quant_cuda_arg
     const uint64_t block = i / a->block_elems;
     const int code = a->bits == 8 ? ((const int8_t *)a->codes)[i] : zpp_quant_nibble(a->codes, i);
     float value = zpp_quant_value_of(code, a->scales[block], a->mids ? a->mids[block] : 0.0f);
-    if (a->accumulate) value = ZPP_ADD(zpp_cuda_load(a->floats, a->kind, i), value);
-    zpp_cuda_store(a->floats, a->kind, i, value);
+    if (a->accumulate) value = ZPP_ADD(zpp_cuda_load(a->floats, a->dtype, i), value);
+    zpp_cuda_store(a->floats, a->dtype, i, value);
 }
 
 KERNEL zpp_dequantise_cuda(const __grid_constant__ struct zpp_quant_cuda_args args) {

@@ -16,14 +16,14 @@ struct zpp_quant_cuda_args {
     uint8_t *codes;
     float *scales, *mids; /* mids NULL: symmetric */
     uint64_t elems, block_elems;
-    uint8_t kind, bits, accumulate; /* kind: element_cuda.h */
+    uint8_t dtype, bits, accumulate; /* dtype: element_cuda.h */
 };
 
 /* Sums of several arrays: as many as fit the 4096 bytes of a kernel's arguments. */
 enum { ZPP_QUANT_CUDA_SOURCES = 128 };
 
 struct zpp_quant_sum_cuda_args {
-    struct zpp_quant_cuda_args to; /* sum: floats and kind are written; reduce: codes, scales and mids */
+    struct zpp_quant_cuda_args to; /* sum: floats and dtype are written; reduce: codes, scales and mids */
     uint64_t block_elems;          /* of the sources, as bits is */
     float factor;
     uint32_t sources_count;

@@ -31,7 +31,7 @@ KERNEL zpp_quant_sum_cuda(const __grid_constant__ struct zpp_quant_sum_cuda_args
     const uint64_t first = (uint64_t)blockIdx.x * ZPP_QUANT_CUDA_PAIRS;
     for (uint64_t pair = first + threadIdx.x; pair < first + ZPP_QUANT_CUDA_PAIRS; pair += ZPP_QUANT_CUDA_THREADS) {
         for (uint64_t i = 2 * pair; i < 2 * pair + 2 && i < args.to.elems; ++i) {
-            zpp_cuda_store(args.to.floats, args.to.kind, i, block_element(&args, i));
+            zpp_cuda_store(args.to.floats, args.to.dtype, i, block_element(&args, i));
         }
     }
 }

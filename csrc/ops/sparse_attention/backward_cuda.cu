@@ -94,8 +94,8 @@ KERNEL zpp_sparse_attention_cuda_delta(const __grid_constant__ struct zpp_sparse
     if (i >= a.heads_all * a.seq) return;
     float total = 0.0f;
     for (uint64_t d = 0; d < a.dim; ++d) {
-        total = fmaf(zpp_cuda_load(a.grad_out, a.kind, i * a.dim + d),
-                     zpp_cuda_load(a.made_out, a.kind, i * a.dim + d), total);
+        total = fmaf(zpp_cuda_load(a.grad_out, a.dtype, i * a.dim + d),
+                     zpp_cuda_load(a.made_out, a.dtype, i * a.dim + d), total);
     }
     a.delta[i] = total;
 }

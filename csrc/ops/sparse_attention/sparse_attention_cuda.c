@@ -18,7 +18,7 @@ static struct zpp_sparse_cuda_args args_of(const struct zpp_sparse_attention *at
         .columns = at->layout.columns, .heads_all = (uint64_t)at->batch * at->heads, .heads = at->heads,
         .seq = at->seq, .dim = at->dim, .layout_heads = at->layout.heads, .blocks = at->layout.blocks,
         .block = at->layout.block_elems, .entries = at->layout.entries, .scale = at->scale,
-        .kind = zpp_cuda_kind_of(at->dtype), .causal = at->causal };
+        .dtype = zpp_cuda_dtype_of(at->dtype), .causal = at->causal };
 }
 
 uint32_t zpp_sparse_cuda_rows(unsigned int tiles, size_t dim) {

@@ -25,7 +25,7 @@ enum {
 };
 
 struct zpp_sparse_cuda_args {
-    const void *q, *k, *v, *made_out, *grad_out; /* [heads_all][seq][dim] of kind, as are the next */
+    const void *q, *k, *v, *made_out, *grad_out; /* [heads_all][seq][dim] of dtype, as are the next */
     void *out, *grad_q, *grad_k, *grad_v;
     float *lse, *delta; /* [heads_all][seq] */
     const uint8_t *key_mask; /* [batch][seq]; NULL: all keys are seen */
@@ -33,7 +33,7 @@ struct zpp_sparse_cuda_args {
     uint64_t heads_all, heads, seq, dim, layout_heads, blocks, block, entries; /* heads_all: of all batches */
     float scale;
     uint32_t rows;
-    uint8_t kind, causal; /* kind: element_cuda.h */
+    uint8_t dtype, causal; /* dtype: element_cuda.h */
 };
 
 /* Floats that a kernel with so many tiles needs. */
@@ -63,7 +63,7 @@ static __device__ __forceinline__ void load_tile(const struct zpp_sparse_cuda_ar
     for (uint64_t at = threadIdx.x; at < a->rows * a->dim; at += ZPP_SPARSE_CUDA_THREADS) {
         const uint64_t r = at / a->dim, d = at % a->dim;
         const uint64_t from = (head * a->seq + first + r) * a->dim + d;
-        tile[r * (a->dim + 1) + d] = first + r < a->seq ? zpp_cuda_load(tensor, a->kind, from) : 0.0f;
+        tile[r * (a->dim + 1) + d] = first + r < a->seq ? zpp_cuda_load(tensor, a->dtype, from) : 0.0f;
     }
 }
 
@@ -76,7 +76,7 @@ static __device__ __forceinline__ void store_tile(const struct zpp_sparse_cuda_a
     for (uint64_t at = threadIdx.x; at < a->rows * a->dim; at += ZPP_SPARSE_CUDA_THREADS) {
         const uint64_t r = at / a->dim, d = at % a->dim;
         if (first + r >= a->seq) continue;
-        zpp_cuda_store(tensor, a->kind, (head * a->seq + first + r) * a->dim + d, tile[r * (a->dim + 1) + d]);
+        zpp_cuda_store(tensor, a->dtype, (head * a->seq + first + r) * a->dim + d, tile[r * (a->dim + 1) + d]);
     }
 }
 
