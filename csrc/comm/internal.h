@@ -82,7 +82,13 @@ struct zpp_control {
 struct zpp_message {
     uint64_t kind, number, a, b;
 };
-enum { ZPP_MESSAGE_REGION = 1, ZPP_MESSAGE_ARENA, ZPP_MESSAGE_CHANNEL };
+enum {
+    ZPP_MESSAGE_REGION = 1,
+    ZPP_MESSAGE_ARENA,
+    ZPP_MESSAGE_CHANNEL,
+    ZPP_MESSAGE_DEVICE_REGION, /* a: what the rank can offer; b: bytes */
+    ZPP_MESSAGE_DEVICE_MAPPED, /* a: whether it mapped all */
+};
 struct zpp_queued_message;
 
 struct zpp_arena; /* arena.c */
