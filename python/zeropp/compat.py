@@ -333,7 +333,7 @@ ROWS: tuple[Row, ...] = tuple(row for _, rows in TABLE for row in rows)
 
 
 def clash(facts: Facts, only: Iterable[str] | None = None) -> str:
-    """Return the sentence of the first row that holds; empty where everything combines.
+    """Return the message of the first row that holds; empty where everything combines.
 
     Args:
         only: the options to look at; None: all of them.
@@ -341,7 +341,7 @@ def clash(facts: Facts, only: Iterable[str] | None = None) -> str:
     chosen = None if only is None else set(only)
     for row in ROWS:
         if (chosen is None or row.option in chosen) and _holds(row, facts):
-            return _sentence(row, facts)
+            return _message(row, facts)
     return ""
 
 
@@ -361,7 +361,7 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Named) else value
 
 
-def _sentence(row: Row, facts: Facts) -> str:
+def _message(row: Row, facts: Facts) -> str:
     seen = facts[row.option]
     subject = seen.words if isinstance(seen, Named) else f"{row.option}: {shown(seen)}"
     others = " and ".join(_seen(option, facts[option]) for option in (row.other, *row.where))

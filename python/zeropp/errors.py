@@ -29,14 +29,14 @@ class Error(RuntimeError):
 
 
 class ConfigError(Error, ValueError):
-    """A configuration that cannot be. The sentence has the key's path, the value, what is allowed, the nearest name."""
+    """A configuration that cannot be. The message has the key's path, the value, what is allowed, the nearest name."""
 
 
 class CommError(Error):
     """A peer died, left or diverged.
 
     Args:
-        message: the sentence.
+        message: what went wrong.
         rank: the guilty rank, where known.
     """
 
@@ -54,14 +54,14 @@ class PartitionedParameterError(Error):
 
 
 class CheckpointError(Error):
-    """A checkpoint is damaged or does not fit. The sentence has file and offset."""
+    """A checkpoint is damaged or does not fit. The message has file and offset."""
 
 
 class TierError(Error, OSError):
     """Storage failed or is full.
 
     Args:
-        message: the sentence.
+        message: what went wrong.
         path: the file or folder.
         bytes_wanted: what was to be stored.
         bytes_free: what the file system had left.
@@ -88,7 +88,7 @@ class TierError(Error, OSError):
 
 
 class NotBuiltError(Error, NotImplementedError):
-    """This build or machine lacks something. The sentence names it, and how to get it."""
+    """This build or machine lacks something. The message names it, and how to get it."""
 
 
 # -- pieces of messages: a value, a count, a time, some ranks; each is one line, and none raises -----------------------------------------

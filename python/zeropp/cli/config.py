@@ -19,7 +19,7 @@ from zeropp.deepspeed import schedules
 from zeropp.deepspeed.optimizers import explain
 from zeropp.errors import ConfigError, counted
 
-#: Sections that other doors read: `zeropp.initialize` and the Trainer.
+#: Sections that other functions read: `zeropp.initialize` and the Trainer.
 _ELSEWHERE = {
     "optimizer": "zeropp.initialize builds it ({}); Trainer compares it with its arguments",
     "scheduler": "zeropp.initialize builds it ({}); for Trainer give --lr_scheduler_type",

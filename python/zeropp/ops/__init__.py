@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of zeropp: doors that check, and the fake kernels of ``torch.ops.zeropp.*``.
+"""The operators of zeropp: functions that check their arguments, and the fake kernels of ``torch.ops.zeropp.*``.
 
 The kernels are C (csrc/ops), reached through libtorch's dispatcher, so they work in eager mode, under
 ``torch.compile`` (one graph, no break) and under fake tensors. Those of a mixture of experts, of sparse attention and of
 tokens are differentiable. The others have no autograd: they change their arguments, or return what cannot be differentiated. That
-is why their doors refuse tensors that require grad while grad mode is on, where calling ``torch.ops.zeropp`` directly
+is why their functions refuse tensors that require grad while grad mode is on, where calling ``torch.ops.zeropp`` directly
 would drop gradients in silence.
 
-C checks everything before it writes anything; the doors turn its sentence into a ValueError.
+C checks everything before it writes anything; the functions turn its message into a ValueError.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ..
 def check_tensor(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
     """A tensor, on one of the devices, whose gradient is not lost."""
     if isinstance(tensor, Tensor) and tensor.is_cpu and not tensor.requires_grad:
-        return  # nearly all: an operator on few elements takes less than the sentences below would
+        return  # nearly all: an operator on few elements takes less than the checks below would
     check_readable(name, label, tensor, devices)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ValueError(
@@ -45,7 +45,7 @@ def check_tensor(name: str, label: str, tensor: Tensor, devices: tuple[str, ...]
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:
-    """Tensors on the cpu that ask for no gradient, which nearly all are: what is not needs a sentence, with its name."""
+    """True if all are tensors on the cpu that require no gradient, as nearly all are; for another one an error has to name it."""
     for tensor in tensors:  # noqa: SIM110  (a generator would cost as much as the looks)
         if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.requires_grad:
             return False
@@ -116,35 +116,35 @@ def rates_of(name: str, rates: Mapping[str, float | Sequence[float]]) -> list[li
 
 
 def prefix_of(name: str) -> str:
-    """Return the words that C puts before its sentences about an operator."""
+    """Return the words that C puts before its messages about an operator."""
     return name.replace("zeropp.ops.", "zeropp::") + ": "
 
 
 def call(name: str, op: Callable[..., Any], arguments: Sequence[Any], written: Iterable[Tensor]) -> Any:
-    """Call an operator; what it refuses is a ValueError whose sentence names the door."""
+    """Call an operator; what it refuses is a ValueError whose message names the function."""
     if torch.compiler.is_compiling():
         return op(*arguments)
     try:
         result = op(*arguments)
     except RuntimeError as error:
-        sentence = str(error).split("\n", 1)[0]
-        raise ValueError(f"{name}: {sentence.removeprefix(prefix_of(name))}") from error
+        message = str(error).split("\n", 1)[0]
+        raise ValueError(f"{name}: {message.removeprefix(prefix_of(name))}") from error
     # Count the write, so that a backward that saved the old value refuses it. (Inference tensors have no counter, and are left out.)
     torch.autograd.graph.increment_version(written)
     return result
 
 
 def ask(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Call an operator that returns new tensors; what C refuses is a ValueError whose sentence names the door."""
+    """Call an operator that returns new tensors; what C refuses is a ValueError whose message names the function."""
     if torch.compiler.is_compiling():
         return op(*arguments)
     try:
         return op(*arguments)
     except RuntimeError as error:
-        sentence = str(error).split("\n", 1)[0]
-        if not sentence.startswith(prefix_of(name)):
+        message = str(error).split("\n", 1)[0]
+        if not message.startswith(prefix_of(name)):
             raise
-        raise ValueError(f"{name}: {sentence.removeprefix(prefix_of(name))}") from error
+        raise ValueError(f"{name}: {message.removeprefix(prefix_of(name))}") from error
 
 
 def fake_check(name: str, label: str, tensor: Tensor, dtypes: Sequence[torch.dtype], elems: int | None = None) -> None:

@@ -36,7 +36,7 @@ class Finder:
             return None
         tree = _tables()
         if fullname not in tree.MODULES:
-            # An import statement gets the sentence; importlib.util.find_spec, which only asks, gets None.
+            # An import statement gets the message; importlib.util.find_spec, which only asks, gets None.
             caller = sys._getframe(1).f_back
             if caller is not None and caller.f_code.co_name == "_find_and_load_unlocked":
                 raise ModuleNotFoundError(tree.missing(fullname))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of DeepSpeed whose feature zeropp does not have yet: each can be imported, compared, subclassed and asked about with
-isinstance, and raises a sentence when it is used."""
+isinstance, and raises a ConfigError when it is used."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def not_built(what: str, instead: str) -> ConfigError:
 class _Later(type):
     """A class whose instances, and whose own functions, do not exist yet."""
 
-    _zeropp_sentence: tuple[str, str]
+    _zeropp_instead: tuple[str, str]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise not_built(*cls._zeropp_sentence)
+        raise not_built(*cls._zeropp_instead)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
-        return _function(name, f"{cls._zeropp_sentence[0]}.{name}", cls._zeropp_sentence[1])
+        return _function(name, f"{cls._zeropp_instead[0]}.{name}", cls._zeropp_instead[1])
 
 
 def later(full_name: str, instead: str) -> Any:
     """Return a stand-in for a name: a class where DeepSpeed has one, judged by its first letter, else a function."""
     what, name = full_name.removeprefix("deepspeed."), full_name.rpartition(".")[2]
     if name.lstrip("_")[:1].isupper():
-        return _Later(name, (), {"__doc__": f"Not built yet; {instead}.", "_zeropp_sentence": (what, instead)})
+        return _Later(name, (), {"__doc__": f"Not built yet; {instead}.", "_zeropp_instead": (what, instead)})
     return _function(name, what, instead)
 
 
@@ -42,13 +42,13 @@ def _function(name: str, what: str, instead: str) -> Callable[..., Any]:
 
     raises.__name__ = raises.__qualname__ = name
     raises.__doc__ = f"Not built yet; {instead}."
-    raises._zeropp_sentence = (what, instead)  # type: ignore[attr-defined]
+    raises._zeropp_instead = (what, instead)  # type: ignore[attr-defined]
     return raises
 
 
 def is_later(value: Any) -> bool:
     """True for what :func:`later` made."""
-    return isinstance(value, _Later) or "_zeropp_sentence" in getattr(value, "__dict__", {})
+    return isinstance(value, _Later) or "_zeropp_instead" in getattr(value, "__dict__", {})
 
 
 # Class: name of the op, and what zeropp has in its place.
@@ -103,7 +103,7 @@ BUILDERS: dict[str, type[OpBuilder]] = {
     name: type(
         name,
         (OpBuilder,),
-        {"NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_instead": instead, "_zeropp_sentence": (op, instead)},
+        {"NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_instead": instead, "_zeropp_instead": (op, instead)},
     )
     for name, (op, instead) in _OPS.items()
 }

@@ -396,7 +396,7 @@ def fill(module: ModuleType) -> None:
 
 
 def missing(full_name: str, known: Iterable[str] | None = None) -> str:
-    """The sentence about a name that stands in no table."""
+    """Return the message about a name that stands in no table."""
     parent, _, name = full_name.rpartition(".")
     while known is None and parent and parent not in MODULES:
         parent, _, name = parent.rpartition(".")
