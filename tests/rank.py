@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 
 def load(path: Path) -> ModuleType:
-    """Return the module of a test file, with the folder's helpers on the path as its conftest.py puts them there."""
+    """Return the module of a test file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

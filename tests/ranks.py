@@ -64,6 +64,7 @@ def on_ranks(
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(each_rank: Callable[[], Outcome], **_: Any) -> None:
+            __tracebackhide__ = True
             each_rank().check()
 
         own = [name for name in inspect.signature(body).parameters if name != "ranks"]
@@ -107,6 +108,7 @@ class Outcome:
 
     def check(self) -> None:
         """Raise the errors of the ranks that failed."""
+        __tracebackhide__ = True
         failed = [(rank, error) for rank, error in enumerate(self.errors) if error]
         if failed:
             text = "\n".join(f"--- rank {rank}\n{error}" for rank, error in failed)
