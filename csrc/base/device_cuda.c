@@ -2,9 +2,6 @@
  *
  * The device cuda: device.h over the CUDA driver API (cuda_api.h), in the primary context of its ordinal, which is also
  * torch's. Memory, streams and events therefore work with torch's, and its current stream can be adopted.
- *
- * Every call makes the context current for its own duration only, and not at all where it is current already, because
- * the thread belongs to torch.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,48 +17,7 @@ struct zpp_cuda_block {
     size_t bytes;
 };
 
-/* --- the context -------------------------------------------------------------------------------------------------- */
-zpp_status zpp_cuda_enter(const struct zpp_cuda_device *cuda, bool *pushed, struct zpp_err *err) {
-    CUcontext current = NULL;
-    *pushed = false;
-    if (cuda->api->cuCtxGetCurrent(&current) == ZPP_CU_SUCCESS && current == cuda->context) return ZPP_OK;
-    const CUresult result = cuda->api->cuCtxPushCurrent(cuda->context);
-    if (result) return zpp_cuda_fail(cuda->api, result, err, "device cuda: entering its context");
-    *pushed = true;
-    return ZPP_OK;
-}
-
-void zpp_cuda_leave(const struct zpp_cuda_device *cuda, bool pushed) {
-    CUcontext ours;
-    if (pushed) cuda->api->cuCtxPopCurrent(&ours);
-}
-
 /* --- memory ------------------------------------------------------------------------------------------------------- */
-void zpp_cuda_count(struct zpp_cuda_device *cuda, enum zpp_cuda_use use, ptrdiff_t bytes) {
-    pthread_mutex_lock(&cuda->lock);
-    cuda->held_bytes[use] += (size_t)bytes;
-    pthread_mutex_unlock(&cuda->lock);
-}
-
-zpp_status zpp_cuda_fail_alloc(struct zpp_cuda_device *cuda, CUresult result, const char *what, size_t bytes,
-                            struct zpp_err *err) {
-    size_t free_bytes = 0, total_bytes = 0;
-    if (result != ZPP_CU_OUT_OF_MEMORY || cuda->api->cuMemGetInfo(&free_bytes, &total_bytes) != ZPP_CU_SUCCESS) {
-        char text[128];
-        snprintf(text, sizeof text, "device cuda:%d: %.90s", cuda->ordinal, what);
-        return zpp_cuda_fail(cuda->api, result, err, text);
-    }
-    pthread_mutex_lock(&cuda->lock);
-    const size_t blocks = cuda->held_bytes[ZPP_CUDA_BLOCKS], wrapped = cuda->held_bytes[ZPP_CUDA_WRAPPED];
-    const size_t shared = cuda->held_bytes[ZPP_CUDA_SHARED];
-    pthread_mutex_unlock(&cuda->lock);
-    return zpp_fail(err, ZPP_NOMEM,
-                    "device cuda:%d: no room for %zu bytes (%s), %zu of %zu bytes are free; zeropp holds %zu bytes in "
-                    "blocks, %zu for gathered units and %zu that ranks share, and torch or other processes hold the "
-                    "rest; offload a tier, lower prefetch_bytes, or call torch.cuda.empty_cache()",
-                    cuda->ordinal, bytes, what, free_bytes, total_bytes, blocks, wrapped, shared);
-}
-
 static void forget_block(struct zpp_cuda_device *cuda, struct zpp_cuda_block **link) {
     struct zpp_cuda_block *block = *link;
     *link = block->next;

@@ -258,3 +258,19 @@ zpp_status zpp_cuda_sync(zpp_event *base, const struct zpp_wait *wait, struct zp
     drop_mark(cuda, view.mark);
     return status;
 }
+
+/* --- a change of stream, ordered by an event --------------------------------------------------------------------- */
+zpp_status zpp_cuda_stream_follow(zpp_stream *base, void *native, struct zpp_err *err) {
+    struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
+    if (stream->owned || (stream->adopted && stream->native == native)) return ZPP_OK;
+    zpp_event *moved = NULL;
+    zpp_status status = ZPP_OK;
+    if (stream->adopted) {
+        status = zpp_cuda_event_create(base->device, &moved, err);
+        if (status == ZPP_OK) status = zpp_cuda_record(moved, base, err);
+    }
+    if (status == ZPP_OK) zpp_cuda_stream_adopt(base, native);
+    if (status == ZPP_OK && moved) status = zpp_cuda_wait(base, moved, NULL, err);
+    if (moved) zpp_cuda_event_destroy(moved); /* the driver keeps a native event until its waits are done */
+    return status;
+}

@@ -2,7 +2,8 @@
  *
  * The record of a CUDA device and what the files of it share, private to device_cuda*.c, wrap_cuda.c and peer_cuda.c.
  *
- *   device_cuda.c         the context, memory, the device
+ *   device_cuda_context.c the context, counts of bytes, what the driver can do
+ *   device_cuda.c         memory, the device
  *   device_cuda_stream.c  streams, with or without a host queue, and their operations
  *   device_cuda_event.c   events
  *   device_cuda_kernel.c  kernels of the embedded images
@@ -59,7 +60,7 @@ static inline struct zpp_cuda_device *zpp_cuda_of(const zpp_device *device) {
     return (struct zpp_cuda_device *)device;
 }
 
-/* --- device_cuda.c ------------------------------------------------------------------------------------------------ */
+/* --- device_cuda_context.c ---------------------------------------------------------------------------------------- */
 /* Make the context current for the caller, if it is not; `*pushed` says whether to undo that. */
 zpp_status zpp_cuda_enter(const struct zpp_cuda_device *cuda, bool *pushed, struct zpp_err *err);
 void zpp_cuda_leave(const struct zpp_cuda_device *cuda, bool pushed);
@@ -70,21 +71,25 @@ void zpp_cuda_count(struct zpp_cuda_device *cuda, enum zpp_cuda_use use, ptrdiff
 zpp_status zpp_cuda_fail_alloc(struct zpp_cuda_device *cuda, CUresult result, const char *what, size_t bytes,
                             struct zpp_err *err);
 
+/* The properties of memory of this device; `exported`: which other processes may map. */
+CUmemAllocationProp zpp_cuda_properties(const struct zpp_cuda_device *cuda, bool exported);
+CUmemAccessDesc zpp_cuda_access(const struct zpp_cuda_device *cuda);
+/* NOT_BUILT with "the driver `lacks`" if the device does not have the attribute. */
+zpp_status zpp_cuda_check_attribute(const struct zpp_cuda_device *cuda, CUdevice_attribute attribute, const char *lacks,
+                                    struct zpp_err *err);
+zpp_status zpp_cuda_grain(zpp_device *device, bool exported, size_t *bytes, struct zpp_err *err);
+
 /* --- wrap_cuda.c -------------------------------------------------------------------------------------------------- */
 zpp_status zpp_cuda_map_grain(zpp_device *device, size_t *bytes, struct zpp_err *err);
 zpp_status zpp_cuda_map_wrapped(zpp_device *device, size_t address_bytes, size_t memory_bytes, struct zpp_mapping *out,
                                 struct zpp_err *err);
 void zpp_cuda_unmap_wrapped(zpp_device *device, struct zpp_mapping *mapping);
-/* The properties of memory of this device; `exported`: which other processes may map. */
-CUmemAllocationProp zpp_cuda_properties(const struct zpp_cuda_device *cuda, bool exported);
-CUmemAccessDesc zpp_cuda_access(const struct zpp_cuda_device *cuda);
 
 /* --- device_cuda_stream.c ----------------------------------------------------------------------------------------- */
 zpp_status zpp_cuda_stream_create(zpp_device *device, enum zpp_stream_kind kind, enum zpp_stream_priority priority,
                                   const char *name, zpp_stream **out, struct zpp_err *err);
 void zpp_cuda_stream_destroy(zpp_stream *stream);
 void zpp_cuda_stream_adopt(zpp_stream *stream, void *native);
-zpp_status zpp_cuda_stream_follow(zpp_stream *stream, void *native, struct zpp_err *err);
 zpp_status zpp_cuda_op(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err);
 zpp_status zpp_cuda_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
 zpp_status zpp_cuda_fill(zpp_stream *stream, void *dst, unsigned char byte, size_t bytes, struct zpp_err *err);
@@ -106,6 +111,7 @@ void zpp_cuda_event_destroy(zpp_event *event);
 zpp_status zpp_cuda_record(zpp_event *event, zpp_stream *stream, struct zpp_err *err);
 zpp_status zpp_cuda_wait(zpp_stream *stream, zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
 zpp_status zpp_cuda_sync(zpp_event *event, const struct zpp_wait *wait, struct zpp_err *err);
+zpp_status zpp_cuda_stream_follow(zpp_stream *stream, void *native, struct zpp_err *err);
 void zpp_cuda_forget_marks(struct zpp_cuda_device *cuda); /* in the context */
 
 /* --- device_cuda_kernel.c ----------------------------------------------------------------------------------------- */

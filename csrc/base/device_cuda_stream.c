@@ -20,16 +20,14 @@ struct user_arg {
 };
 _Static_assert(sizeof(struct user_arg) <= ZPP_HOST_ARG_BYTES, "an operation of the caller fits an item of a queue");
 
-struct memory_arg {
+/* One call of the driver. */
+enum driver_call { COPY, FILL, SIGNAL, AWAIT };
+struct driver_arg {
     struct zpp_cuda_stream *stream;
-    CUdeviceptr dst, src;
+    enum driver_call call;
+    CUdeviceptr dst, src; /* SIGNAL, AWAIT: dst is the counter */
     size_t bytes;
-    unsigned char byte;
-};
-struct counter_arg {
-    struct zpp_cuda_stream *stream;
-    CUdeviceptr counter;
-    uint64_t value;
+    uint64_t value; /* FILL: the byte */
 };
 
 /* --- running ------------------------------------------------------------------------------------------------------ */
@@ -78,83 +76,58 @@ zpp_status zpp_cuda_op(zpp_stream *base, zpp_op_fn fn, const void *arg, size_t a
     return zpp_cuda_enqueue(stream, user_op, &user, sizeof user, err);
 }
 
-static zpp_status copy_op(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+static CUresult call_driver(const struct zpp_cuda_api *api, const struct driver_arg *arg) {
+    const CUstream native = arg->stream->native;
+    switch (arg->call) {
+    case COPY: return api->cuMemcpyAsync(arg->dst, arg->src, arg->bytes, native);
+    case FILL: return api->cuMemsetD8Async(arg->dst, (unsigned char)arg->value, arg->bytes, native);
+    case SIGNAL: return api->cuStreamWriteValue64(native, arg->dst, arg->value, ZPP_CU_STREAM_WRITE_VALUE_DEFAULT);
+    default: return api->cuStreamWaitValue64(native, arg->dst, arg->value, ZPP_CU_STREAM_WAIT_VALUE_GEQ);
+    }
+}
+
+static zpp_status driver_op(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    static const char *const names[] = {"copy", "fill", "write a counter", "wait for a counter"};
     (void)native, (void)wait;
-    const struct memory_arg *copy = arg;
-    const struct zpp_cuda_device *cuda = zpp_cuda_of(copy->stream->base.device);
+    const struct driver_arg *call = arg;
+    const struct zpp_cuda_device *cuda = zpp_cuda_of(call->stream->base.device);
     bool pushed;
     const zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
     if (status) return status;
-    const CUresult result = cuda->api->cuMemcpyAsync(copy->dst, copy->src, copy->bytes, copy->stream->native);
+    const CUresult result = call_driver(cuda->api, call);
     zpp_cuda_leave(cuda, pushed);
-    return zpp_cuda_stream_result(copy->stream, result, "copy", err);
+    return zpp_cuda_stream_result(call->stream, result, names[call->call], err);
 }
+
+static zpp_status enqueue_call(const struct driver_arg *arg, struct zpp_err *err) {
+    return zpp_cuda_enqueue(arg->stream, driver_op, arg, sizeof *arg, err);
+}
+
+static CUdeviceptr address_of(const void *memory) { return (CUdeviceptr)(uintptr_t)memory; }
 
 zpp_status zpp_cuda_copy(zpp_stream *base, void *dst, const void *src, size_t bytes, struct zpp_err *err) {
     struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
-    const struct memory_arg copy = {stream, (CUdeviceptr)(uintptr_t)dst, (CUdeviceptr)(uintptr_t)src, bytes, 0};
     if (!bytes && !stream->queue) return stream_error(stream, err);
-    return zpp_cuda_enqueue(stream, copy_op, &copy, sizeof copy, err);
-}
-
-static zpp_status fill_op(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)native, (void)wait;
-    const struct memory_arg *fill = arg;
-    const struct zpp_cuda_device *cuda = zpp_cuda_of(fill->stream->base.device);
-    bool pushed;
-    const zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
-    if (status) return status;
-    const CUresult result = cuda->api->cuMemsetD8Async(fill->dst, fill->byte, fill->bytes, fill->stream->native);
-    zpp_cuda_leave(cuda, pushed);
-    return zpp_cuda_stream_result(fill->stream, result, "fill", err);
+    return enqueue_call(&(struct driver_arg){stream, COPY, address_of(dst), address_of(src), bytes, 0}, err);
 }
 
 zpp_status zpp_cuda_fill(zpp_stream *base, void *dst, unsigned char byte, size_t bytes, struct zpp_err *err) {
     struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
-    const struct memory_arg fill = {stream, (CUdeviceptr)(uintptr_t)dst, 0, bytes, byte};
     if (!bytes && !stream->queue) return stream_error(stream, err);
-    return zpp_cuda_enqueue(stream, fill_op, &fill, sizeof fill, err);
-}
-
-static zpp_status signal_op(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)native, (void)wait;
-    const struct counter_arg *signal = arg;
-    const struct zpp_cuda_device *cuda = zpp_cuda_of(signal->stream->base.device);
-    bool pushed;
-    const zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
-    if (status) return status;
-    const CUresult result = cuda->api->cuStreamWriteValue64(signal->stream->native, signal->counter, signal->value,
-                                                            ZPP_CU_STREAM_WRITE_VALUE_DEFAULT);
-    zpp_cuda_leave(cuda, pushed);
-    return zpp_cuda_stream_result(signal->stream, result, "write a counter", err);
+    return enqueue_call(&(struct driver_arg){stream, FILL, address_of(dst), 0, bytes, byte}, err);
 }
 
 zpp_status zpp_cuda_signal(zpp_stream *base, uint64_t *counter, uint64_t value, struct zpp_err *err) {
     struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
-    const struct counter_arg signal = {stream, (CUdeviceptr)(uintptr_t)counter, value};
-    return zpp_cuda_enqueue(stream, signal_op, &signal, sizeof signal, err);
+    return enqueue_call(&(struct driver_arg){stream, SIGNAL, address_of(counter), 0, 0, value}, err);
 }
 
 /* The native stream waits, so the queue and the caller go on. */
-static zpp_status await_op(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)native, (void)wait;
-    const struct counter_arg *await = arg;
-    const struct zpp_cuda_device *cuda = zpp_cuda_of(await->stream->base.device);
-    bool pushed;
-    const zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
-    if (status) return status;
-    const CUresult result = cuda->api->cuStreamWaitValue64(await->stream->native, await->counter, await->value,
-                                                           ZPP_CU_STREAM_WAIT_VALUE_GEQ);
-    zpp_cuda_leave(cuda, pushed);
-    return zpp_cuda_stream_result(await->stream, result, "wait for a counter", err);
-}
-
 zpp_status zpp_cuda_await(zpp_stream *base, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
                           struct zpp_err *err) {
-    (void)wait; /* the GPU waits, never the caller */
+    (void)wait;
     struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
-    const struct counter_arg await = {stream, (CUdeviceptr)(uintptr_t)counter, value};
-    return zpp_cuda_enqueue(stream, await_op, &await, sizeof await, err);
+    return enqueue_call(&(struct driver_arg){stream, AWAIT, address_of(counter), 0, 0, value}, err);
 }
 
 zpp_status zpp_cuda_poll(zpp_stream *base, struct zpp_err *err) {
@@ -230,19 +203,4 @@ void zpp_cuda_stream_adopt(zpp_stream *base, void *native) {
     if (stream->owned) return;
     stream->native = native;
     stream->adopted = true;
-}
-
-zpp_status zpp_cuda_stream_follow(zpp_stream *base, void *native, struct zpp_err *err) {
-    struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
-    if (stream->owned || (stream->adopted && stream->native == native)) return ZPP_OK;
-    zpp_event *moved = NULL;
-    zpp_status status = ZPP_OK;
-    if (stream->adopted) {
-        status = zpp_cuda_event_create(base->device, &moved, err);
-        if (status == ZPP_OK) status = zpp_cuda_record(moved, base, err);
-    }
-    if (status == ZPP_OK) zpp_cuda_stream_adopt(base, native);
-    if (status == ZPP_OK && moved) status = zpp_cuda_wait(base, moved, NULL, err);
-    if (moved) zpp_cuda_event_destroy(moved); /* the driver keeps a native event until its waits are done */
-    return status;
 }

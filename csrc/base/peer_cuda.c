@@ -6,31 +6,13 @@
 
 #include "device_cuda_internal.h"
 
-static zpp_status check_export(const struct zpp_cuda_device *cuda, struct zpp_err *err) {
-    int exports = 0;
-    const CUresult result = cuda->api->cuDeviceGetAttribute(&exports, ZPP_CU_ATTRIBUTE_POSIX_HANDLES, cuda->device);
-    if (result) return zpp_cuda_fail(cuda->api, result, err, "device cuda: asking for exported memory");
-    if (exports) return ZPP_OK;
-    return zpp_fail(err, ZPP_NOT_BUILT,
-                    "device cuda:%d: the driver exports no memory to other processes (POSIX file descriptors), as in "
-                    "some containers and virtual GPUs; wanted one that does; use Comm(gather=\"nccl\")",
-                    cuda->ordinal);
-}
-
 zpp_status zpp_peer_cuda_grain(zpp_device *device, size_t *bytes, struct zpp_err *err) {
-    const struct zpp_cuda_device *cuda = zpp_cuda_of(device);
-    bool pushed;
-    zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
-    if (status) return status;
-    status = check_export(cuda, err);
-    if (!status) {
-        const CUmemAllocationProp properties = zpp_cuda_properties(cuda, true);
-        const CUresult result =
-            cuda->api->cuMemGetAllocationGranularity(bytes, &properties, ZPP_CU_MEM_GRANULARITY_MINIMUM);
-        if (result) status = zpp_cuda_fail(cuda->api, result, err, "device cuda: the granularity of exported memory");
-    }
-    zpp_cuda_leave(cuda, pushed);
-    return status;
+    const zpp_status status =
+        zpp_cuda_check_attribute(zpp_cuda_of(device), ZPP_CU_ATTRIBUTE_POSIX_HANDLES,
+                                 "exports no memory to other processes (POSIX file descriptors), as in some containers "
+                                 "and for virtual GPUs; wanted one that does; use Comm(gather=\"nccl\")",
+                                 err);
+    return status ? status : zpp_cuda_grain(device, true, bytes, err);
 }
 
 /* Map the handle at new addresses. In the context; the handle is released if that fails. */

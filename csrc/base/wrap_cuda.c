@@ -8,41 +8,13 @@
 
 #include "device_cuda_internal.h"
 
-CUmemAllocationProp zpp_cuda_properties(const struct zpp_cuda_device *cuda, bool exported) {
-    return (CUmemAllocationProp){.type = ZPP_CU_MEM_PINNED,
-                                 .requestedHandleTypes = exported ? ZPP_CU_MEM_POSIX_HANDLE : 0,
-                                 .location = {ZPP_CU_MEM_ON_DEVICE, cuda->device}};
-}
-
-CUmemAccessDesc zpp_cuda_access(const struct zpp_cuda_device *cuda) {
-    return (CUmemAccessDesc){{ZPP_CU_MEM_ON_DEVICE, cuda->device}, ZPP_CU_MEM_READ_WRITE};
-}
-
-static zpp_status check_mapping(const struct zpp_cuda_device *cuda, struct zpp_err *err) {
-    int maps = 0;
-    const CUresult result = cuda->api->cuDeviceGetAttribute(&maps, ZPP_CU_ATTRIBUTE_VIRTUAL_MEMORY, cuda->device);
-    if (result) return zpp_cuda_fail(cuda->api, result, err, "device cuda: asking for memory mapping");
-    if (maps) return ZPP_OK;
-    return zpp_fail(err, ZPP_NOT_BUILT,
-                    "device cuda:%d: the driver maps no memory of its own (cuMemMap); wanted a GPU and a driver with "
-                    "virtual memory management, which some virtual GPUs lack; use stage 0, 1 or 2 on it",
-                    cuda->ordinal);
-}
-
 zpp_status zpp_cuda_map_grain(zpp_device *device, size_t *bytes, struct zpp_err *err) {
-    const struct zpp_cuda_device *cuda = zpp_cuda_of(device);
-    bool pushed;
-    zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
-    if (status) return status;
-    status = check_mapping(cuda, err);
-    if (!status) {
-        const CUmemAllocationProp properties = zpp_cuda_properties(cuda, false);
-        const CUresult result =
-            cuda->api->cuMemGetAllocationGranularity(bytes, &properties, ZPP_CU_MEM_GRANULARITY_MINIMUM);
-        if (result) status = zpp_cuda_fail(cuda->api, result, err, "device cuda: the granularity of mapped memory");
-    }
-    zpp_cuda_leave(cuda, pushed);
-    return status;
+    const zpp_status status =
+        zpp_cuda_check_attribute(zpp_cuda_of(device), ZPP_CU_ATTRIBUTE_VIRTUAL_MEMORY,
+                                 "maps no memory at several addresses (cuMemMap), as for some virtual GPUs; wanted one "
+                                 "that does; use stage 0, 1 or 2 on it",
+                                 err);
+    return status ? status : zpp_cuda_grain(device, false, bytes, err);
 }
 
 static CUresult make_handles(const struct zpp_cuda_device *cuda, struct zpp_mapping *mapping, size_t *made) {

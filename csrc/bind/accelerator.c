@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * accelerator.h: the table, our devices beside torch's, and torch's current stream.
+ * The accelerators of torch (op_entries.h): the table, our devices beside torch's, and torch's current stream.
  */
-#include "accelerator.h"
+#include "op_entries.h"
 
 #include <pthread.h>
 #include <stdlib.h>
-
-#include "op_entries.h"
 
 enum { MOST_DEVICES = 64 };
 

@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "accelerator.h"
 #include "op_entries.h"
 
 enum { LABEL_BYTES = 64, DTYPES_BYTES = 96 };

@@ -5,6 +5,8 @@
 #ifndef ZPP_BIND_OP_ENTRIES_H
 #define ZPP_BIND_OP_ENTRIES_H
 
+#include <stdbool.h>
+
 #include "../base/device.h"
 #include "../base/pool.h"
 #include "shim.h"
@@ -36,5 +38,21 @@ zpp_status zpp_op_pool_create(int threads, zpp_pool **out, struct zpp_err *err);
  * it back. */
 zpp_pool *zpp_op_pool_take(void);
 void zpp_op_pool_give(zpp_pool *pool);
+
+/* --- the accelerators of torch that zeropp has a device for (accelerator.c) ------------------------------------------
+ * One row each of dispatch key, torch's device type and the function that makes the device; note 37 says what another
+ * row has to bring. Any thread, once torch's functions are loaded.
+ *
+ *   cuda   CUDA
+ *   sim    PrivateUse1, over the driver that ZEROPP_CUDA_DRIVER names; there only while that is set: tests/sim */
+
+/* The dispatch key of row 0, 1, ... of this process; NULL behind the last. */
+const char *zpp_accelerator_key(size_t row);
+bool zpp_accelerator_has(int32_t torch_device_type);
+/* Our device for torch's device `index`, made once and kept for the life of the process, and the driver's stream that
+ * is current there in this thread. Other threads and `with torch.cuda.stream(...)` have other ones, so call it at every
+ * entry. NOT_BUILT without a driver, or in a torch without that accelerator. */
+zpp_status zpp_accelerator_current(int32_t torch_device_type, int32_t index, zpp_device **device, void **native,
+                                   struct zpp_err *err);
 
 #endif

@@ -5,7 +5,6 @@
 #include <Python.h>
 #include <string.h>
 
-#include "accelerator.h"
 #include "op_entries.h"
 #include "schema.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The sum of several ranks' arrays on CUDA: the argument of its kernel, shared by reduce_cuda.cu and the launcher
- * reduce_cuda.c.
+ * The sum of several ranks' arrays on CUDA: the argument of its kernel, shared by reduce_cuda.cu and the launcher in
+ * stream_sum.c.
  */
 #ifndef ZPP_COMM_REDUCE_CUDA_H
 #define ZPP_COMM_REDUCE_CUDA_H
@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 enum {
-    ZPP_SUM_CUDA_SOURCES = 64, /* ZPP_STREAM_SUM_SOURCES; reduce_cuda.c compares */
+    ZPP_SUM_CUDA_SOURCES = 64, /* ZPP_STREAM_SUM_SOURCES; stream_sum.c compares */
     ZPP_SUM_CUDA_THREADS = 256,
     ZPP_SUM_CUDA_WIDTH = 8,    /* elements that a thread adds at once: one or two loads of 16 bytes */
     ZPP_SUM_CUDA_BLOCKS = 2048, /* fill any GPU; each takes more than one piece of large arrays */
@@ -32,9 +32,7 @@ struct zpp_sum_cuda_args {
 #include "stream_sum.h"
 
 /* Fill `args` for a launch of args->blocks blocks; for the launcher and the tests. */
-void zpp_sum_cuda_fill(const struct zpp_stream_sum *sum, struct zpp_sum_cuda_args *args);
-/* Enqueue the sum on `native`, as zpp_stream_sum. */
-zpp_status zpp_sum_cuda(zpp_device *device, void *native, const struct zpp_stream_sum *sum, struct zpp_err *err);
+void zpp_sum_cuda_fill(const struct zpp_sum_op *sum, struct zpp_sum_cuda_args *args);
 #endif
 
 #endif

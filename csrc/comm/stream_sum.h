@@ -17,7 +17,7 @@
 
 enum { ZPP_STREAM_SUM_SOURCES = 64 };
 
-struct zpp_stream_sum {
+struct zpp_sum_op {
     void *dst;
     const void *const *src; /* `sources` arrays in rank order; the list is borrowed until the operation has run */
     size_t elems;           /* dst may be one of the sources, where it has their dtype; otherwise no overlap */
@@ -31,6 +31,6 @@ struct zpp_stream_sum {
 
 /* Launch the sum. Memory, `halt` and `nonfinite` are the device's, or pinned on it. INVALID for dtypes and numbers of
  * sources that are not supported, before anything is launched; NOT_BUILT on CUDA in a build without kernels. */
-zpp_status zpp_stream_sum(zpp_stream *stream, const struct zpp_stream_sum *sum, struct zpp_err *err);
+zpp_status zpp_stream_sum(zpp_stream *stream, const struct zpp_sum_op *sum, struct zpp_err *err);
 
 #endif

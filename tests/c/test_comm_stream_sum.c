@@ -29,13 +29,13 @@ static zpp_device *new_cpu(zpp_stream **stream) {
     return device;
 }
 
-static void run_kernel(const struct zpp_stream_sum *sum) {
+static void run_kernel(const struct zpp_sum_op *sum) {
     struct zpp_sum_cuda_args args;
     zpp_sum_cuda_fill(sum, &args);
     cuda_loop(kernel_thunk, &args, args.blocks, ZPP_SUM_CUDA_THREADS);
 }
 
-static void fill_arrays(const struct zpp_stream_sum *sum, bool wild) {
+static void fill_arrays(const struct zpp_sum_op *sum, bool wild) {
     memset(want, GUARD, sizeof want);
     for (int r = 0; r < sum->sources; ++r) {
         void *to = (void *)(uintptr_t)sum->src[r];
@@ -47,7 +47,7 @@ static void fill_arrays(const struct zpp_stream_sum *sum, bool wild) {
     memcpy(got, want, sizeof got);
 }
 
-static void compare(zpp_stream *stream, struct zpp_stream_sum sum, size_t offset_bytes, bool wild) {
+static void compare(zpp_stream *stream, struct zpp_sum_op sum, size_t offset_bytes, bool wild) {
     struct zpp_err err = ZPP_ERR_INIT;
     const void *list[SOURCES];
     uint32_t nonfinite[2] = {0, 0};
@@ -74,7 +74,7 @@ static void bits_agree(void) {
     zpp_device *device = new_cpu(&stream);
     for (int k = 0; k < 3; ++k) for (int l = 0; l < 8; ++l) for (int flags = 0; flags < 16; ++flags) {
         const int sources = 1 + (l + flags) % SOURCES;
-        const struct zpp_stream_sum sum = {
+        const struct zpp_sum_op sum = {
             .elems = lengths[l], .scale = flags & 1 ? 1.0f / 3.0f : 1.0f, .sources = sources, .dtype = kinds[k],
             .dst_dtype = flags & 2 ? ZPP_F32 : kinds[k], .accumulate = flags & 4};
         compare(stream, sum, flags & 8 ? 4 : 0, l % 2);
@@ -90,7 +90,7 @@ static void large_arrays_in_place(void) {
     two = aligned_alloc(64, (2 * (size_t)ELEMS + 63) / 64 * 64);
     for (size_t i = 0; i < ELEMS; ++i) one[i] = zpp_bf16_from_f32((float)(i % 97)), two[i] = zpp_bf16_from_f32(3);
     const void *list[] = {one, two};
-    const struct zpp_stream_sum sum = {.dst = one, .src = list, .elems = ELEMS, .scale = 0.5f, .sources = 2,
+    const struct zpp_sum_op sum = {.dst = one, .src = list, .elems = ELEMS, .scale = 0.5f, .sources = 2,
                                        .dtype = ZPP_BF16, .dst_dtype = ZPP_BF16};
     run_kernel(&sum);
     for (size_t i = 0; i < ELEMS; ++i) CHECK(zpp_bf16_to_f32(one[i]) == (float)(i % 97 + 3) / 2);
@@ -105,7 +105,7 @@ static void a_failed_group_writes_nothing(void) {
     uint64_t halt = 1;
     float source[10] = {1}, dst[10] = {5};
     const void *list[] = {source};
-    const struct zpp_stream_sum sum = {.dst = dst, .src = list, .elems = 10, .halt = &halt, .scale = 1, .sources = 1};
+    const struct zpp_sum_op sum = {.dst = dst, .src = list, .elems = 10, .halt = &halt, .scale = 1, .sources = 1};
     CHECK_OK(zpp_stream_sum(stream, &sum, &err));
     run_kernel(&sum);
     CHECK(dst[0] == 5);
@@ -120,7 +120,7 @@ static void bad_sums_are_refused(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_stream *stream;
     zpp_device *device = new_cpu(&stream);
-    struct zpp_stream_sum sum = {.elems = 1, .sources = 65, .scale = 1};
+    struct zpp_sum_op sum = {.elems = 1, .sources = 65, .scale = 1};
     CHECK_FAILS(zpp_stream_sum(stream, &sum, &err), ZPP_INVALID, "sum: 65 sources, wanted 1 to 64");
     sum.sources = 0;
     CHECK_FAILS(zpp_stream_sum(stream, &sum, &err), ZPP_INVALID, "sum: 0 sources, wanted 1 to 64");
