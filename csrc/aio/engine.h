@@ -106,8 +106,9 @@ void zpp_aio_forget(zpp_aio *aio, const char *path);
  * first request on the file; only with `checksums`. */
 zpp_status zpp_aio_share_checksums(zpp_aio *aio, const char *path, unsigned part, zpp_checksums *checksums,
                                    struct zpp_err *err);
-/* Makes a file that is not there, zeros at its full length, every block reserved where the file system can: a full disk
- * is found here. A striped one in each of its folders. Who failed half-way has parts to remove. */
+/* Make a new file of zeros at its full length, with every block reserved where the file system can, so that a full
+ * disk is detected here. A striped file gets a part in each of its folders; after a failure the caller removes the
+ * parts that were made. */
 zpp_status zpp_aio_make(zpp_aio *aio, const char *path, uint64_t bytes, struct zpp_aio_fault *fault,
                         struct zpp_err *err);
 

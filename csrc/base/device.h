@@ -77,8 +77,8 @@ void zpp_stream_destroy(zpp_stream *stream); /* waits for its operations; NULL i
 zpp_device *zpp_stream_device(const zpp_stream *stream);
 /* Use the driver's stream `native` from now on; for HOST streams of cuda. */
 void zpp_stream_adopt(zpp_stream *stream, void *native);
-/* The same, and order later operations after those of the stream that was adopted before. That stream must still be
- * there; one that was never used costs nothing. */
+/* Adopt a stream, and order later operations after those of the stream that was adopted before. That stream must still
+ * be there; one that was never used costs nothing. */
 zpp_status zpp_stream_follow(zpp_stream *stream, void *native, struct zpp_err *err);
 
 /* `arg` is copied (at most ZPP_OP_ARG_BYTES). An operation that fails leaves its error in the stream: every later
@@ -100,7 +100,7 @@ zpp_status zpp_stream_fill(zpp_stream *stream, void *dst, unsigned char byte, si
 static inline bool zpp_stream_counter_reached(const uint64_t *counter, uint64_t value) {
     return (int64_t)(__atomic_load_n(counter, __ATOMIC_ACQUIRE) - value) >= 0;
 }
-/* Write the counter after the stream's operations so far; what they wrote is visible to whoever sees the value. */
+/* Write the counter after the stream's operations so far; a reader that sees the value sees what they wrote. */
 zpp_status zpp_stream_signal(zpp_stream *stream, uint64_t *counter, uint64_t value, struct zpp_err *err);
 /* Make later operations of `stream` run after the counter reached `value`. The caller waits in `wait` for HOST streams
  * of cpu only, as in zpp_stream_wait. */
