@@ -24,7 +24,7 @@ static inline void zpp_element_store(void *to, zpp_dtype dtype, size_t i, float 
     }
 }
 
-/* The kinds that the float ops take. */
+/* True for the dtypes that the float ops take. */
 static inline int zpp_element_is_float(zpp_dtype dtype) {
     return dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16;
 }

@@ -4,7 +4,7 @@
  * once and both files of it only include it. Included by files of one instruction set only. Every function does what
  * its scalar counterpart does, with the same bits; nothing here fuses a multiply and an add but v16_fma, as fmaf does.
  *
- * 16-bit kinds convert as zpp_bf16_from_f32 and zpp_f16_from_f32 do (AVX512_BF16 flushes subnormals: not used).
+ * 16-bit dtypes convert as zpp_bf16_from_f32 and zpp_f16_from_f32 do (AVX512_BF16 flushes subnormals: not used).
  */
 #ifndef ZPP_OPS_VEC16_H
 #define ZPP_OPS_VEC16_H
@@ -305,7 +305,7 @@ V16_FN size_t v16_elems_to_line(const void *to, size_t i, const zpp_dtype dtype)
 
 /* Thirty-two elements from index i past the cache; `to` + i is aligned to 64 bytes. */
 V16_FN void v16_stream_pair_as(void *to, size_t i, const zpp_dtype dtype, v16 a, v16 b) {
-#if defined(__AVX512F__) /* 16-bit kinds: one whole line a store */
+#if defined(__AVX512F__) /* 16-bit dtypes: one whole line a store */
     if (dtype != ZPP_F32) {
         const __m256i low = dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a);
         const __m256i high = dtype == ZPP_F16 ? v16_to_f16(b) : v16_to_bf16(b);

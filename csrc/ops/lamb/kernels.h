@@ -29,7 +29,7 @@ ZPP_ISA_DECLARE(struct zpp_lamb_kernels, zpp_lamb);
 struct zpp_lamb_consts zpp_lamb_consts_of(const struct zpp_lamb_segment *segment, float grad_scale);
 
 /* CUDA's launches, for lamb_cuda.c and the test that runs its kernels on a CPU: as many segments as fit one, empty ones
- * left out, from consts and kinds to blocks; returns how many it took. Then where its work lies. */
+ * left out, from consts and dtypes to blocks; returns how many it took. Then where its work lies. */
 struct zpp_lamb_cuda_batch;
 size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
                           struct zpp_lamb_cuda_batch *batch);

@@ -11,7 +11,7 @@
 
 _Static_assert(sizeof(struct zpp_lamb_cuda_batch) <= 4096, "kernel arguments must fit 4096 bytes");
 _Static_assert(sizeof(struct zpp_lamb_low_cuda_batch) <= 4096, "kernel arguments must fit 4096 bytes");
-_Static_assert(sizeof(struct zpp_lamb_low_consts) <= ZPP_LOW_CUDA_CONSTS_BYTES, "constants must fit their room");
+_Static_assert(sizeof(struct zpp_lamb_low_consts) <= ZPP_LOW_CUDA_CONSTS_BYTES, "constants must fit");
 _Static_assert((int)ZPP_LAMB_CUDA_THREADS == (int)ZPP_LOW_CUDA_THREADS, "one kind of launch");
 _Static_assert(ZPP_LAMB_CUDA_LANES == (int)ZPP_LAMB_LANES, "the order of lamb.h");
 _Static_assert(ZPP_LAMB_CUDA_BLOCK_ELEMS == (int)ZPP_LAMB_BLOCK_ELEMS, "the order of lamb.h");
@@ -19,11 +19,11 @@ _Static_assert(ZPP_LAMB_CUDA_BLOCK_ELEMS == (int)ZPP_LAMB_BLOCK_ELEMS, "the orde
 size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
                           struct zpp_lamb_cuda_batch *batch) {
     const bool low = segments_count && segments[0].how.kind != ZPP_MOMENTS_F32; /* all are alike */
-    const uint32_t room = low ? ZPP_LOW_CUDA_SEGMENTS : ZPP_LAMB_CUDA_SEGMENTS;
+    const uint32_t capacity = low ? ZPP_LOW_CUDA_SEGMENTS : ZPP_LAMB_CUDA_SEGMENTS;
     size_t taken = 0;
     batch->count = 0;
     batch->blocks = 0;
-    for (; taken < segments_count && batch->count < room; ++taken) {
+    for (; taken < segments_count && batch->count < capacity; ++taken) {
         const struct zpp_lamb_segment *s = &segments[taken];
         if (s->elems == 0) continue;
         batch->places[batch->count] = (uint32_t)taken;

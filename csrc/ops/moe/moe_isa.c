@@ -227,9 +227,9 @@ static void combine(void *out, const void *const *rows, const float *weights, si
     const size_t head = stream ? head_elems(out, dtype, elems) : 0;
     size_t done;
     combine_elements(out, rows, weights, count, 0, head, dtype);
-#define COMBINE(kind) \
-    (stream ? combine_some(out, rows, weights, count, head, elems, kind, true) \
-            : combine_some(out, rows, weights, count, head, elems, kind, false))
+#define COMBINE(dtype) \
+    (stream ? combine_some(out, rows, weights, count, head, elems, dtype, true) \
+            : combine_some(out, rows, weights, count, head, elems, dtype, false))
     switch (dtype) {
     case ZPP_BF16: done = COMBINE(ZPP_BF16); break;
     case ZPP_F16: done = COMBINE(ZPP_F16); break;

@@ -19,9 +19,9 @@ static void drop(const struct zpp_moe_plan *plan, const uint32_t *order, int32_t
         for (size_t i = 0; i < plan->tokens; ++i) {
             const size_t a = (order ? order[i] : i) * plan->k + j;
             int64_t *of_expert = &kept[plan->chosen[a]];
-            const bool room = plan->capacity == 0 || (size_t)*of_expert < plan->capacity;
-            slots[a] = room ? KEPT : DROPPED;
-            *of_expert += room;
+            const bool fits = plan->capacity == 0 || (size_t)*of_expert < plan->capacity;
+            slots[a] = fits ? KEPT : DROPPED;
+            *of_expert += fits;
         }
     }
 }

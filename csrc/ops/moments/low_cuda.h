@@ -18,7 +18,7 @@ enum {
     ZPP_LOW_CUDA_ROWS = 4,
     ZPP_LOW_CUDA_GROUP = 32,    /* magnitudes that one thread joins */
     ZPP_LOW_CUDA_CHUNK_ELEMS = 16 * 1024,
-    ZPP_LOW_CUDA_CONSTS_BYTES = 48, /* room for one segment's constants */
+    ZPP_LOW_CUDA_CONSTS_BYTES = 48, /* capacity for the constants of a segment */
     ZPP_LOW_CUDA_BATCH_BYTES = 4096,
 };
 

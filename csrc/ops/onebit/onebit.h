@@ -47,7 +47,7 @@ struct zpp_onebit_source {
 };
 
 /* All functions: chunk_elems is a multiple of 16, at least 16; arrays do not overlap and need element alignment only;
- * the kinds of floats are F32, BF16 and F16; work is split over `pool` (NULL: this thread only) in whole chunks, so a
+ * floats are F32, BF16 or F16; work is split over `pool` (NULL: this thread only) in whole chunks, so a
  * chunk is one thread's work; never fails. */
 
 /* Worker side. error is read and written. */
@@ -58,7 +58,7 @@ void zpp_onebit_compress(size_t chunk_elems, const void *src, zpp_dtype src_dtyp
 void zpp_onebit_reduce(size_t chunk_elems, const struct zpp_onebit_source *sources, size_t sources_count, float factor,
                        float *error, size_t elems, uint8_t *bits, float *scales, zpp_pool *pool);
 
-/* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's kind. */
+/* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's dtype. */
 void zpp_onebit_decode(size_t chunk_elems, const struct zpp_onebit_source *from, void *dst, zpp_dtype dst_dtype,
                        size_t elems, bool accumulate, zpp_pool *pool);
 

@@ -77,9 +77,9 @@ static size_t cut(const struct zpp_onebit_lamb_segment *segments, size_t segment
 static zpp_status fresh_with(enum zpp_cpu_level level, const struct zpp_onebit_lamb_segment *segments,
                              size_t segments_count, double *sums, float *largest, zpp_pool *pool,
                              struct zpp_err *err) {
-    size_t room = 1;
-    for (size_t k = 0; k < segments_count; ++k) room += blocks_of(&segments[k]);
-    struct block *blocks = malloc(room * sizeof *blocks);
+    size_t capacity = 1;
+    for (size_t k = 0; k < segments_count; ++k) capacity += blocks_of(&segments[k]);
+    struct block *blocks = malloc(capacity * sizeof *blocks);
     struct zpp_onebit_lamb_consts *consts = malloc((segments_count + 1) * sizeof *consts);
     if (!blocks || !consts) {
         free(blocks);

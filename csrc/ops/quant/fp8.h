@@ -15,7 +15,7 @@
  * Error, per finite element (u = 2^-24; derivation: tests/ops/test_fp8.py):
  *   e4m3   |x - value| <= max(|x| 2^-4,  scale 2^-10) + 4 u |x|
  *   e5m2   |x - value| <= max(|x| 2^-3,  scale 2^-17) + 4 u |x|
- * and 2^-149, and half an ulp of the output kind where that is 16-bit.
+ * and 2^-149, and half an ulp of the output dtype where that is 16-bit.
  *
  * Not finite: a block with an infinity or a NaN gets scale NaN and codes 0: it dequantises to NaN everywhere, as
  * quant.h's do. Every operation rounds once to fp32, in the order of fp8_body.h, so all CPU levels, cuts and thread
@@ -43,12 +43,12 @@ static inline size_t zpp_fp8_blocks(const struct zpp_fp8_spec *spec, size_t elem
     return elems / spec->block_elems + (elems % spec->block_elems != 0);
 }
 
-/* Both: arrays do not overlap and need element alignment only; the kinds of floats are F32, BF16 and F16; codes
+/* Both: arrays do not overlap and need element alignment only; floats are F32, BF16 or F16; codes
  * [elems], scales [zpp_fp8_blocks]; work is split over `pool` (NULL: this thread only) in whole blocks; never fails. */
 void zpp_fp8_quantise(const struct zpp_fp8_spec *spec, const void *src, zpp_dtype src_dtype, size_t elems,
                       uint8_t *codes, float *scales, zpp_pool *pool);
 
-/* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's kind. */
+/* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's dtype. */
 void zpp_fp8_dequantise(const struct zpp_fp8_spec *spec, const uint8_t *codes, const float *scales, void *dst,
                         zpp_dtype dst_dtype, size_t elems, bool accumulate, zpp_pool *pool);
 

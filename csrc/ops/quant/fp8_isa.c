@@ -133,7 +133,7 @@ V16_FN void decode_as(const enum zpp_fp8_format format, float scale, const uint8
 }
 
 /* Kinds as constants. */
-#define EACH_KIND(dtype, call)        \
+#define EACH_DTYPE(dtype, call)        \
     switch (dtype) {                  \
     case ZPP_BF16: call(ZPP_BF16);    \
     case ZPP_F16: call(ZPP_F16);      \
@@ -141,27 +141,27 @@ V16_FN void decode_as(const enum zpp_fp8_format format, float scale, const uint8
     }
 
 static float encode(enum zpp_fp8_format format, const void *src, zpp_dtype dtype, size_t elems, uint8_t *codes) {
-#define ENCODE(kind)                                                                          \
-    return format == ZPP_FP8_E4M3 ? encode_as(ZPP_FP8_E4M3, src, kind, elems, codes)          \
-                                  : encode_as(ZPP_FP8_E5M2, src, kind, elems, codes)
-    EACH_KIND(dtype, ENCODE)
+#define ENCODE(dtype)                                                                         \
+    return format == ZPP_FP8_E4M3 ? encode_as(ZPP_FP8_E4M3, src, dtype, elems, codes)         \
+                                  : encode_as(ZPP_FP8_E5M2, src, dtype, elems, codes)
+    EACH_DTYPE(dtype, ENCODE)
 #undef ENCODE
 }
 
-V16_FN void decode_kind(const enum zpp_fp8_format format, float scale, const uint8_t *codes, size_t elems, void *dst,
-                        zpp_dtype dtype, bool accumulate) {
-#define DECODE(kind)                                                                          \
-    if (accumulate) decode_as(format, scale, codes, elems, dst, kind, true);                  \
-    else decode_as(format, scale, codes, elems, dst, kind, false);                            \
+V16_FN void decode_dtype(const enum zpp_fp8_format format, float scale, const uint8_t *codes, size_t elems, void *dst,
+                         zpp_dtype dtype, bool accumulate) {
+#define DECODE(dtype)                                                                         \
+    if (accumulate) decode_as(format, scale, codes, elems, dst, dtype, true);                 \
+    else decode_as(format, scale, codes, elems, dst, dtype, false);                           \
     break
-    EACH_KIND(dtype, DECODE)
+    EACH_DTYPE(dtype, DECODE)
 #undef DECODE
 }
 
 static void decode(enum zpp_fp8_format format, float scale, const uint8_t *codes, size_t elems, void *dst,
                    zpp_dtype dtype, bool accumulate) {
-    if (format == ZPP_FP8_E4M3) decode_kind(ZPP_FP8_E4M3, scale, codes, elems, dst, dtype, accumulate);
-    else decode_kind(ZPP_FP8_E5M2, scale, codes, elems, dst, dtype, accumulate);
+    if (format == ZPP_FP8_E4M3) decode_dtype(ZPP_FP8_E4M3, scale, codes, elems, dst, dtype, accumulate);
+    else decode_dtype(ZPP_FP8_E5M2, scale, codes, elems, dst, dtype, accumulate);
 }
 
 #endif

@@ -15,7 +15,7 @@
  * Error, per finite element (u = 2^-24; derivation: tests/ops/test_quant.py):
  *   symmetric    |x - value| <= scale * (1/2 + 4 L u)
  *   asymmetric   |x - value| <= scale * (1/2 + 8 L u) + 6 u max|x|       (the last term: x - mid and + mid round)
- * and half an ulp of the output kind where that is 16-bit.
+ * and half an ulp of the output dtype where that is 16-bit.
  *
  * Not finite: a block with an infinity, a NaN or a magnitude of 2^127 and more gets scale NaN, mid 0 and codes 0. It
  * dequantises to NaN everywhere, so an overflow is never hidden by a quantised collective.
@@ -59,18 +59,18 @@ struct zpp_quant_target {
     float *scales, *mids;
 };
 
-/* All functions: arrays do not overlap unless said otherwise and need element alignment only; the kinds of floats are
- * F32, BF16 and F16; work is split over `pool` (NULL: this thread only) in whole blocks; never fails. */
+/* All functions: arrays do not overlap unless said otherwise and need element alignment only; floats are F32, BF16 or
+ * F16; work is split over `pool` (NULL: this thread only) in whole blocks; never fails. */
 
 void zpp_quantise(const struct zpp_quant_spec *spec, const void *src, zpp_dtype src_dtype, size_t elems,
                   const struct zpp_quant_target *to, zpp_pool *pool);
 
-/* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's kind. */
+/* dst = value, or with `accumulate` dst = dst + value, in fp32 with one rounding to dst's dtype. */
 void zpp_dequantise(const struct zpp_quant_spec *spec, const struct zpp_quant_source *from, void *dst,
                     zpp_dtype dst_dtype, size_t elems, bool accumulate, zpp_pool *pool);
 
 /* dst = (value of source 0 + value of source 1 + ...) * factor: the sum in fp32 in the order given, one rounding to
- * dst's kind. sources_count >= 1. */
+ * dst's dtype. sources_count >= 1. */
 void zpp_quant_sum(const struct zpp_quant_spec *spec, const struct zpp_quant_source *sources, size_t sources_count,
                    float factor, void *dst, zpp_dtype dst_dtype, size_t elems, zpp_pool *pool);
 

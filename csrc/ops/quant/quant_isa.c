@@ -163,26 +163,26 @@ V16_FN void blocks_vec(const struct zpp_quant_spec *spec, const int bits, const 
 
 static void blocks(const struct zpp_quant_spec *spec, const void *src, zpp_dtype dtype, size_t elems, uint8_t *codes,
                    float *scales, float *mids) {
-#define CALL(kind)                                                                                     \
-    if (spec->bits == 8 && spec->asymmetric) blocks_vec(spec, 8, true, src, kind, elems, codes, scales, mids);  \
-    else if (spec->bits == 8) blocks_vec(spec, 8, false, src, kind, elems, codes, scales, mids);       \
-    else if (spec->asymmetric) blocks_vec(spec, 4, true, src, kind, elems, codes, scales, mids);       \
-    else blocks_vec(spec, 4, false, src, kind, elems, codes, scales, mids)
+#define CALL(dtype)                                                                                    \
+    if (spec->bits == 8 && spec->asymmetric) blocks_vec(spec, 8, true, src, dtype, elems, codes, scales, mids); \
+    else if (spec->bits == 8) blocks_vec(spec, 8, false, src, dtype, elems, codes, scales, mids);      \
+    else if (spec->asymmetric) blocks_vec(spec, 4, true, src, dtype, elems, codes, scales, mids);      \
+    else blocks_vec(spec, 4, false, src, dtype, elems, codes, scales, mids)
     EACH_DTYPE(CALL)
 #undef CALL
 }
 
 static void span_of(const void *src, zpp_dtype dtype, size_t elems, struct zpp_quant_span *span) {
-#define CALL(kind) span_vec(src, kind, true, elems, span)
+#define CALL(dtype) span_vec(src, dtype, true, elems, span)
     EACH_DTYPE(CALL)
 #undef CALL
 }
 
 static void encode(int bits, const struct zpp_quant_consts *consts, const void *src, zpp_dtype dtype, size_t elems,
                    uint8_t *codes) {
-#define CALL(kind)                                                       \
-    if (bits == 8) encode_vec(8, consts, src, kind, true, elems, codes); \
-    else encode_vec(4, consts, src, kind, true, elems, codes)
+#define CALL(dtype)                                                      \
+    if (bits == 8) encode_vec(8, consts, src, dtype, true, elems, codes); \
+    else encode_vec(4, consts, src, dtype, true, elems, codes)
     EACH_DTYPE(CALL)
 #undef CALL
 }
@@ -196,9 +196,9 @@ V16_FN void decode_how(const int bits, float scale, float mid, const uint8_t *co
 
 static void decode(int bits, float scale, float mid, const uint8_t *codes, size_t elems, void *dst, zpp_dtype dtype,
                    enum zpp_quant_how how) {
-#define CALL(kind)                                                                      \
-    if (bits == 8) decode_how(8, scale, mid, codes, elems, dst, kind, how);             \
-    else decode_how(4, scale, mid, codes, elems, dst, kind, how)
+#define CALL(dtype)                                                                     \
+    if (bits == 8) decode_how(8, scale, mid, codes, elems, dst, dtype, how);            \
+    else decode_how(4, scale, mid, codes, elems, dst, dtype, how)
     EACH_DTYPE(CALL)
 #undef CALL
 }
