@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * NCCL over the simulated GPU, for ranks that are processes, or threads of one process. A communicator is a file
- * without a name that its ranks map; the id names it. It has two slots a rank for collectives, and one for each pair of
- * ranks and direction.
+ * without a name that its ranks map; the id names it. It has many slots a rank for collectives, and one for each pair of
+ * ranks and direction. With few slots a call would wait for the calls before it, which hides missing waits.
  *
  * A group of calls is one operation of its stream, attempted until all its calls are done. A collective posts its
  * source to the rank's slot, and is done when every rank has posted a call of the same number and kind. So what ranks
@@ -29,7 +29,7 @@
 #include "../../csrc/comm/nccl/nccl_api.def"
 #undef NCCL
 
-enum { SLOTS = 2, HEADER_BYTES = 4096, UNHANDLED_CUDA = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, VERSION = 22809 };
+enum { SLOTS = 32, HEADER_BYTES = 4096, UNHANDLED_CUDA = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, VERSION = 22809 };
 enum what { ALL_REDUCE, REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER, SEND, RECV };
 
 struct call_kind { /* what has to be equal on all ranks */
