@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Regions in the memory of devices (device_region.h), on the CPU and over the simulated GPU: every rank reads every part
- * by copies of its own stream; a region is there on all ranks or on none; the group goes on after one that cannot be.
+ * Regions in the memory of devices (device_region.h), on the CPU and over the simulated GPU: every rank reads every
+ * part by copies of its own stream; a region is there on all ranks or on none; the group goes on after one that cannot
+ * be made.
  */
 #include "../../csrc/comm/comm.h"
 #include "../../csrc/comm/device_region.h"
