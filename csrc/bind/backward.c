@@ -3,7 +3,7 @@
  * The beginning and the end of a backward, and the gradients in between: what parameters call.
  *
  * A backward begins at the first event that one of our hooks sees, and ends in a callback that torch calls when its
- * outermost graph task is done; there the last reductions are waited for, and all units let go. One backward may go
+ * outermost graph task is done; there the last reductions are waited for, and all units released. One backward may go
  * through several prepared models: they end in one order on all ranks (docs/design/0008).
  */
 #include "py_zero.h"
@@ -136,7 +136,7 @@ static void trim(Zero *zero, size_t from_bytes) {
     PyEval_RestoreThread(thread);
 }
 
-/* Autograd lets go of a gradient after the hook that takes it, so a trim has to do with those before. */
+/* Autograd drops a gradient after the hook that takes it, so a trim has to do with those before. */
 static void took_gradient(const Unit *unit, Py_ssize_t param) {
     trim(unit->zero, TRIM_EVERY_BYTES);
     unit->zero->untrimmed_bytes += unit->unit->param_elems[param] * unit->unit->elem_bytes;
@@ -213,8 +213,8 @@ static bool is_interrupt(void) {
 
 /* torch calls this for each engine of the backward, in the order of their first events, which need not be the same on
  * all ranks: two ranks would wait for each other in the ends of different engines. So the first call ends them all, in
- * the order of their seals. An error of one keeps nobody else's peers waiting: the other ends are run, then it is
- * raised. */
+ * the order of their seals. An error of one must not leave the peers of another waiting: the other ends are run, then
+ * it is raised. */
 static PyObject *end_backward(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self, *one;

@@ -3,7 +3,7 @@
  * Triggers: what nn.Module.__call__ calls in the place of _call_impl, in C because it runs for every unit of every
  * step.
  *
- * When is a unit needed in backward? Three layers, none alone is enough (docs/units.md):
+ * Three layers find out when a unit is needed in backward, and none alone is enough (docs/units.md):
  *   gate          a hook on the tensors in a block's output: on time, and between two nodes, where releases are safe
  *   saved tensor  pack and unpack around everything autograd saves while a block runs: cannot be missed
  * (saved_tensors.c) auto-gather   PartitionedParameter.__torch_function__, for recomputation that calls no module
@@ -30,7 +30,7 @@ typedef struct {
     PyObject *call;     /* the module's own _call_impl, or what replaced it (compile) */
     PyObject *units;    /* tuple of Unit */
     PyObject *leaf;     /* tuple of dicts, see hangs_on_output; NULL: not one of torch's leaf modules */
-    bool moves;         /* some of its units come and go; what else is read in it stays until its backward ends */
+    bool moves;         /* some of its units do; what else is read in it stays until its backward ends */
     PyObject *gate;     /* {0: backward}, shared by all tensors that it is put on */
     PyObject *backward; /* callable: the gate's only entry */
 } Trigger;
@@ -75,7 +75,7 @@ static PyObject *before_backward(PyObject *self, PyObject *gradient) {
 
 static PyMethodDef before_backward_def = { "zeropp_before_backward", before_backward, METH_O, NULL };
 
-/* Somebody has hooked the tensor already: join the dict, under a key of our own. */
+/* The tensor has hooks already: join their dict, under a key of our own. */
 static int join_hooks(Trigger *trigger, PyObject *hooks) {
     PyObject *key = PyLong_FromVoidPtr(trigger);
     if (!key) return -1;
@@ -136,7 +136,7 @@ static int gate_output(Trigger *trigger, PyObject *output, int depth) {
     return gate_tensor(trigger, output);
 }
 
-/* What one call of a trigger has opened, so that the way out closes just that. */
+/* The state that one call of a trigger has opened, so that its end closes just that. */
 struct open_call {
     Py_ssize_t pinned;
     bool recompute, grad, outermost, functorch, pushed;
@@ -187,7 +187,7 @@ static int begin_call(Trigger *trigger, struct open_call *call) {
 }
 
 /* Of torch's own leaf modules (Linear, ...) everything that is saved is behind the one tensor that they return, so the
- * gate on it is enough, and saved-tensor hooks (5 us a module) are not needed; unless hooks of somebody else, or a
+ * gate on it is enough, and saved-tensor hooks (5 us a module) are not needed; unless hooks of the user, or a
  * forward of the instance's own, run in between. leaf: the instance's dict, then the dicts of hooks. */
 static bool hangs_on_output(const Trigger *trigger) {
     if (!trigger->leaf) return false;

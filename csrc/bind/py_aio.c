@@ -288,8 +288,8 @@ static void end(Engine *engine) {
     }
 }
 
-/* Nobody holds the engine or a future of it: what was begun comes to its end, as with Python's own files. A write that
- * failed is told as they tell it. */
+/* No reference to the engine or a future of it is left: what was begun comes to its end, as with Python's own files. A
+ * write that failed is reported as theirs are. */
 static void settle(Engine *engine) {
     const struct zpp_wait wait = {.timeout_ns = SETTLE_NS};
     struct zpp_aio_fault fault = {0};
@@ -446,7 +446,7 @@ static void free_tensor(struct dl_managed *managed) {
 }
 
 static void free_capsule(PyObject *capsule) {
-    if (!PyCapsule_IsValid(capsule, "dltensor")) return; /* somebody has taken the tensor */
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return; /* the tensor was taken over */
     struct dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
     managed->deleter(managed);
 }

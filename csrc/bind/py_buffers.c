@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Buffers at the start of a forward, for hooks.c (zero/exchange.c). The façade says where they lie now, because a module
+ * Buffers at the start of a forward, for hooks.c (zero/exchange.c). The façade gives their addresses, because a module
  * may put another tensor in the place of one.
  */
 #include <stdlib.h>

@@ -16,7 +16,8 @@
 
 /* --- life -------------------------------------------------------------------------------------------------------- */
 
-/* What the environment says about networks. Copied: another thread may change the environment while ranks meet. */
+/* The variables of the environment about networks. Copied: another thread may change the environment while ranks
+ * meet. */
 struct network_words {
     char host_id[64], interface[32], toward[256];
 };
@@ -118,62 +119,48 @@ static int read_ints(PyObject *const *args, Py_ssize_t count, Py_ssize_t wanted,
 
 static void *address(long long value) { return (void *)(uintptr_t)value; }
 
-static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long v[4];
-    if (read_ints(args, count, 4, "all_reduce(ptr, elems, dtype, op)", v) != 0) return NULL;
-    const struct zpp_call call = {.coll = ZPP_COLL_ALL_REDUCE,
-                                  .dst = address(v[0]),
-                                  .elems = (size_t)v[1],
-                                  .dtype = (zpp_dtype)v[2],
-                                  .op = (zpp_reduce_op)v[3]};
+/* Run a collective whose arguments are integers. `fields` has a letter for each of them: d dst, s src, e elems, t
+ * dtype, o op, r root. Those after the first `least` may be left out; a dtype that is left out is uint8. */
+static PyObject *run_ints(PyObject *self, PyObject *const *args, Py_ssize_t count, enum zpp_coll coll,
+                          const char *fields, Py_ssize_t least, const char *signature) {
+    enum { MOST = 5 };
+    long long v[MOST];
+    const Py_ssize_t all = (Py_ssize_t)strlen(fields), wanted = count == all ? all : least;
+    struct zpp_call call = {.coll = coll, .dtype = ZPP_U8};
+    if (read_ints(args, count, wanted, signature, v) != 0) return NULL;
+    for (Py_ssize_t i = 0; i < wanted; i++) {
+        switch (fields[i]) {
+        case 'd': call.dst = address(v[i]); break;
+        case 's': call.src = address(v[i]); break;
+        case 'e': call.elems = (size_t)v[i]; break;
+        case 't': call.dtype = (zpp_dtype)v[i]; break;
+        case 'o': call.op = (zpp_reduce_op)v[i]; break;
+        default: call.root = (int)v[i];
+        }
+    }
     return zpp_py_comm_run(self, &call);
+}
+
+static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    return run_ints(self, args, count, ZPP_COLL_ALL_REDUCE, "deto", 4, "all_reduce(ptr, elems, dtype, op)");
 }
 
 static PyObject *reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long v[5];
-    if (read_ints(args, count, 5, "reduce(ptr, elems, dtype, op, root)", v) != 0) return NULL;
-    const struct zpp_call call = {.coll = ZPP_COLL_REDUCE,
-                                  .dst = address(v[0]),
-                                  .elems = (size_t)v[1],
-                                  .dtype = (zpp_dtype)v[2],
-                                  .op = (zpp_reduce_op)v[3],
-                                  .root = (int)v[4]};
-    return zpp_py_comm_run(self, &call);
+    return run_ints(self, args, count, ZPP_COLL_REDUCE, "detor", 5, "reduce(ptr, elems, dtype, op, root)");
 }
 
 static PyObject *all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long v[4] = {0, 0, 0, ZPP_U8};
-    if (read_ints(args, count, count == 4 ? 4 : 3, "all_gather(dst_ptr, src_ptr, src_elems[, dtype])", v) != 0)
-        return NULL;
-    const struct zpp_call call = {.coll = ZPP_COLL_ALL_GATHER,
-                                  .dst = address(v[0]),
-                                  .src = address(v[1]),
-                                  .elems = (size_t)v[2],
-                                  .dtype = (zpp_dtype)v[3]};
-    return zpp_py_comm_run(self, &call);
+    return run_ints(self, args, count, ZPP_COLL_ALL_GATHER, "dset", 3,
+                    "all_gather(dst_ptr, src_ptr, src_elems[, dtype])");
 }
 
 static PyObject *reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long v[5];
-    if (read_ints(args, count, 5, "reduce_scatter(dst_ptr, src_ptr, dst_elems, dtype, op)", v) != 0) return NULL;
-    const struct zpp_call call = {.coll = ZPP_COLL_REDUCE_SCATTER,
-                                  .dst = address(v[0]),
-                                  .src = address(v[1]),
-                                  .elems = (size_t)v[2],
-                                  .dtype = (zpp_dtype)v[3],
-                                  .op = (zpp_reduce_op)v[4]};
-    return zpp_py_comm_run(self, &call);
+    return run_ints(self, args, count, ZPP_COLL_REDUCE_SCATTER, "dseto", 5,
+                    "reduce_scatter(dst_ptr, src_ptr, dst_elems, dtype, op)");
 }
 
 static PyObject *broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    long long v[4] = {0, 0, 0, ZPP_U8};
-    if (read_ints(args, count, count == 4 ? 4 : 3, "broadcast(ptr, elems, root[, dtype])", v) != 0) return NULL;
-    const struct zpp_call call = {.coll = ZPP_COLL_BROADCAST,
-                                  .dst = address(v[0]),
-                                  .elems = (size_t)v[1],
-                                  .root = (int)v[2],
-                                  .dtype = (zpp_dtype)v[3]};
-    return zpp_py_comm_run(self, &call);
+    return run_ints(self, args, count, ZPP_COLL_BROADCAST, "dert", 3, "broadcast(ptr, elems, root[, dtype])");
 }
 
 static PyObject *barrier(PyObject *self, PyObject *none) {

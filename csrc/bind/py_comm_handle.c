@@ -63,7 +63,7 @@ zpp_comm *zpp_py_comm_acquire(PyObject *object) {
     return comm;
 }
 
-/* Joins the progress thread, whose last act may be to ask for the GIL: so it must be free. */
+/* Joins the progress thread, which may take the GIL before it ends: so the GIL must be free. */
 void zpp_py_comm_destroy(Comm *self) {
     zpp_comm *comm = self->comm;
     if (!comm) return;

@@ -106,7 +106,7 @@ static PyMethodDef region_methods[] = {
     {"base", region_base, METH_VARARGS, "base(rank=0, /)\n--\n\nAddress of the part of `rank` in this process."},
     {"trim", region_trim, METH_VARARGS,
      "trim(offset_bytes, bytes, /)\n--\n\nGive pages of my own part back to the system; they read as zero again."},
-    {"close", region_close, METH_NOARGS, "close()\n--\n\nUnmap; nobody may use the addresses any more."},
+    {"close", region_close, METH_NOARGS, "close()\n--\n\nUnmap; the addresses are not valid any more."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef region_getset[] = {

@@ -2,7 +2,7 @@
  *
  * The types Work and Transfer: an asynchronous collective, and a send or receive, as Python objects.
  *
- * The call borrows tensors until it is finished, whether or not anybody keeps the Work, so a `struct pending` holds
+ * The call borrows tensors until it is finished, whether or not the Work is kept, so a `struct pending` holds
  * them. It is finished on the progress thread, which should not queue for the GIL between two collectives: it only
  * defers dropping the pending until a thread has the GIL (submit, wait). Only a callback asked for by on_done() takes
  * the GIL at once.

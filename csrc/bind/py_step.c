@@ -5,7 +5,7 @@
  * for them. The step inside the backward is in py_step_in_backward.c.
  *
  * Local gradients (step_plan.h) are p.grad: references are held while a step may read them. The thread of a delayed
- * step knows neither Python's lock nor its objects, so what was p.grad then stays in a list until the step is over.
+ * step uses neither Python's lock nor its objects, so what was p.grad then stays in a list until the step is over.
  */
 #include <stdlib.h>
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The life of Zero and Unit, and what the façade asks of them. What runs every step is in hooks.c and py_step.c.
+ * The life of Zero and Unit, and what the façade calls. What runs every step is in hooks.c and py_step.c.
  */
 #include "op_entries.h"
 #include "py_zero.h"

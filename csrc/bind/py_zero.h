@@ -84,7 +84,7 @@ struct Zero {
     /* the pass that goes on */
     int depth;        /* triggers open */
     unsigned long caller; /* the thread that opened the outermost of them */
-    bool outer_grad;  /* was grad mode on when the outermost trigger began? */
+    bool outer_grad;  /* grad mode was on when the outermost trigger began */
     bool in_backward, reduces; /* reduces: this backward is not one that no_sync, accumulate or `hold` holds back */
     long task;        /* torch's graph task of this backward */
     long graded_task; /* the one whose grad mode was looked at last (create_graph) */
@@ -118,7 +118,7 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase);           /* whole, and plain
 int zpp_py_release(Unit *unit);                              /* unless pinned or sticky */
 int zpp_py_end_pass(Zero *zero);                             /* releases all but sticky units, which graphs may read */
 int zpp_py_release_all(Zero *zero);                          /* releases those too, before values change */
-/* As zpp_py_raise; a TierError knows its file. */
+/* As zpp_py_raise; a TierError has its file. */
 PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err);
 bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
 int zpp_py_call(PyObject *callable);                         /* without arguments; 0, or -1 with an error set */

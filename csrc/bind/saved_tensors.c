@@ -3,20 +3,21 @@
  * Hooks on what autograd saves while a unit is whole: the trigger of a gather in backward that cannot be missed.
  *
  * pack recognises a tensor in gathered memory by its address and saves it as it is, which costs nothing once the unit
- * is released; unpack gathers the unit again. Other tensors go on to whoever had hooks before (checkpoint, offload).
+ * is released; unpack gathers the unit again. Other tensors go on to the hooks that were there before (checkpoint,
+ * offload).
  */
 #include "py_zero.h"
 
-/* Our pair on top of somebody else's (checkpoint, offload): what is not ours goes on to them. */
+/* Our pair on top of another one (checkpoint, offload): what is not ours goes on to it. */
 typedef struct {
     PyObject_HEAD
     Zero *zero;
-    PyObject *pack, *unpack; /* theirs; NULL: nobody */
+    PyObject *pack, *unpack; /* of the pair below; NULL: there is none */
 } Chain;
 
 static PyTypeObject *chain_type;
 
-/* Which unit's memory a tensor lies in; -1: none, or not a tensor with an address. */
+/* Return the unit in whose memory a tensor lies; -1: none, or not a tensor with an address. */
 static int unit_of_tensor(Zero *zero, PyObject *tensor) {
     PyObject *address = PyObject_CallMethodObjArgs(tensor, zpp_str_data_ptr, NULL);
     if (!address) {

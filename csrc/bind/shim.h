@@ -60,7 +60,7 @@ int32_t zpp_torch_dtype_of(zpp_dtype dtype);
 struct zpp_tensor {
     void *data;    /* borrowed from the tensor; NULL where it has no elements */
     size_t elems;
-    zpp_dtype dtype; /* ZPP_DTYPES for a kind that we do not have: then torch_dtype says which */
+    zpp_dtype dtype; /* ZPP_DTYPES for a dtype that we do not have: torch_dtype has its number */
     int32_t torch_dtype, device_type, device_index;
     bool contiguous;
 };

@@ -28,7 +28,7 @@ struct zpp_trace {
 };
 
 /* --- exchanges (exchange.c) --------------------------------------------------------------------------------------- */
-/* What the descriptor ring's descriptors say. */
+/* The kinds of descriptors on the ring. */
 enum { ZPP_DESC_REDUCE = 1, ZPP_DESC_COPY, ZPP_DESC_NORM, ZPP_DESC_STEP, ZPP_DESC_BUFFERS };
 
 /* The exchange under way; one at a time. Its bytes are its own, because a caller that is interrupted does not wait. */
@@ -116,7 +116,7 @@ struct zpp_zero {
 
     /* gradients */
     zpp_stream *reduce;
-    zpp_event *acked; /* the last wait for peers to let go of a bucket */
+    zpp_event *acked; /* the last wait for peers to have read a bucket */
     struct zpp_wire wire;
     zpp_desc_ring *ring, *copy_ring; /* copy_ring: stage 0 */
     struct zpp_exchange exchange;
@@ -150,7 +150,7 @@ static inline bool zpp_reduce_accumulates(const zpp_zero *zero, const struct zpp
     return grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
 }
 
-/* What a sum over `ranks` of the unit's gradients is multiplied with. */
+/* Return the factor of a sum over `ranks` of the unit's gradients. */
 static inline double zpp_grad_factor(const zpp_zero *zero, const struct zpp_unit *unit, int ranks) {
     if (unit->grad_dtype == ZPP_F64) return zero->grad_scale / ranks;
     return (double)((float)zero->grad_scale / (float)ranks);
@@ -162,7 +162,7 @@ void zpp_trace_fini(struct zpp_trace *trace);
 zpp_status zpp_exchange_init(zpp_zero *zero, size_t board_offset_bytes, size_t board_bytes, struct zpp_err *err);
 void zpp_exchange_fini(zpp_zero *zero);
 void zpp_buffers_fini(zpp_zero *zero);
-/* What ranks tell each other, for messages; `ctx` is the zpp_zero. */
+/* Describe a descriptor, for messages; `ctx` is the zpp_zero. */
 void zpp_exchange_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t capacity);
 
 /* --- wire.c ------------------------------------------------------------------------------------------------------- */
@@ -180,17 +180,17 @@ void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit);
 /* memory[elems] = the values of every rank's quantised copy of the unit. */
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory);
 
-/* Are gradients to travel as quantised copies? */
+/* True if gradients are to travel as quantised copies. */
 bool zpp_wire_quantises_grads(const zpp_zero *zero);
 /* Between parameters lies what the memory held before, which must not widen the scale of a block. */
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
 /* Every shard of the unit's bucket becomes its quantised copy, at the front of the shard's place. */
 void zpp_wire_quantise_bucket(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket);
-/* Do the unit's gradients travel in fewer bits than they add in (and not as quantised copies)? */
+/* True if the unit's gradients travel in fewer bits than they add in, and not as quantised copies. */
 static inline bool zpp_wire_narrows(const struct zpp_unit *unit) {
     return unit->wire_dtype != unit->grad_dtype;
 }
-/* Of one shard as it travels then. */
+/* Return the bytes of one shard as it travels then. */
 static inline size_t zpp_wire_shard_bytes(const struct zpp_unit *unit) {
     return unit->shard_elems * zpp_dtype_bytes(unit->wire_dtype);
 }
@@ -198,7 +198,7 @@ static inline size_t zpp_wire_shard_bytes(const struct zpp_unit *unit) {
 void zpp_wire_narrow(const zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket);
 /* A copy of such a shard, until the next call. */
 const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const void *shard);
-/* Of the quantised copy of one shard. */
+/* Return the bytes of the quantised copy of one shard. */
 size_t zpp_wire_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
 /* to = (sum of the quantised copies) * factor, or to += that; `elems` of dtype. */
 void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float factor, void *to, zpp_dtype dtype,

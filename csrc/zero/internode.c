@@ -119,7 +119,7 @@ static unsigned char *reduced_shard(const struct zpp_unit_grad *grad) {
     return grad->internode_memory + flags_bytes(grad->unit);
 }
 
-/* What this rank gives to the sum. */
+/* Return the memory that this rank contributes to the sum. */
 static unsigned char *sent(const zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket) {
     const struct zpp_unit *unit = grad->unit;
     if (!sends_copy(zero, grad)) return bucket;
@@ -198,7 +198,7 @@ static void add_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
     zpp_bucket_add_carry(grad, grad->shard);
 }
 
-/* Which parameters have a gradient on any rank. False: none. */
+/* Note which parameters have a gradient on any rank. Return false if none has. */
 static bool merge_present(struct zpp_unit_grad *grad) {
     const uint8_t *touched = grad->internode_memory;
     bool any = false;

@@ -8,7 +8,7 @@
 
 #include "../ops/norm/norm.h"
 
-/* What one shard is measured with: the pieces that have a gradient. */
+/* The pieces of one shard that have a gradient, and their sums. */
 struct pieces {
     struct zpp_norm_segment *segments;
     double *sums;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Whose gradient was not finite before it was added to those of the other ranks. The sum says only that somebody's was,
+ * Whose gradient was not finite before it was added to those of the other ranks. The sum shows only that one was,
  * and the rank that finds it out is the one that owns the shard.
  *
  * On one host the sum of a shard reports whether it met an infinite value or NaN (zpp_reduce_sources); only then does
@@ -102,7 +102,7 @@ static uint64_t add_piece(const struct zpp_unit *unit, const struct zpp_sources 
     return found;
 }
 
-/* Images are opened one by one, where their sum is not finite; without memory for that nobody is named. */
+/* Quantised copies are opened one by one where their sum is not finite; without memory for that no rank is named. */
 static uint64_t add_qcopies(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
     const size_t elems = unit->shard_elems;
     const struct piece shard = { .begin = (size_t)zero->rank * elems, .elems = elems };

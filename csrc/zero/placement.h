@@ -31,7 +31,7 @@ struct zpp_placement {
     zpp_status (*open)(zpp_zero *zero, struct zpp_err *err); /* create: its streams */
     /* seal, after the regions were made. `warm_bytes`: memory that may wait for the next gather. */
     zpp_status (*seal)(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err);
-    bool (*reads)(const zpp_zero *zero); /* is a read under way? NULL: there is no file */
+    bool (*reads)(const zpp_zero *zero); /* true if a read is under way; NULL: there is no file */
     void (*count_memory)(const zpp_zero *zero, struct zpp_zero_memory *out); /* adds to `out` */
 
     /* --- one unit: its life --------------------------------------------------------------------------------------- */

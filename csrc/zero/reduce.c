@@ -356,7 +356,7 @@ bool zpp_zero_grads_pending(const zpp_zero *zero) {
     return false;
 }
 
-/* Does the unit's bucket say which gradients this rank has? At stage 0 it does after the reduction, too. */
+/* True if the unit's bucket flags the gradients of this rank; at stage 0 after the reduction, too. */
 static bool keeps_flags(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     if (grad->state == ZPP_GRAD_ACCUMULATING) return true;
     return zero->options.stage == 0 && grad->bucket_offset_bytes != ZPP_BUCKET_NONE;

@@ -91,7 +91,7 @@ struct zpp_unit_grad {
     struct zpp_unit_grad *next_written;
 };
 
-/* Of a unit's gradients: all of them, or one shard. */
+/* Return the bytes of a unit's gradients: of all of them, or of one shard. */
 static inline size_t zpp_grad_whole_bytes(const struct zpp_unit_grad *grad) {
     return grad->unit->elems * grad->elem_bytes;
 }
@@ -102,7 +102,7 @@ static inline size_t zpp_grad_shard_bytes(const struct zpp_unit_grad *grad) {
 /* Part of create, seal and destroy. */
 zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
-/* Is a reduction or an exchange under way that has not ended? */
+/* True if a reduction or an exchange is under way that has not ended. */
 bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
 
@@ -144,15 +144,15 @@ static inline uint64_t zpp_origin_bit(int rank) {
     return (uint64_t)1 << (rank < ZPP_ORIGIN_BITS ? rank : ZPP_ORIGIN_BITS - 1);
 }
 
-/* Is any element infinite or NaN? Elements that are not floating point are finite. */
+/* True if any element is infinite or NaN. Elements that are not floating point are finite. */
 bool zpp_origin_nonfinite(const void *data, zpp_dtype dtype, size_t elems);
 
-/* Of elements [begin, begin + elems) of the unit, which `data` has: those of parameters alone, since between them lies
- * anything. */
+/* The same for elements [begin, begin + elems) of the unit, which `data` has, of parameters alone: the memory between
+ * them has no defined contents. */
 bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, zpp_dtype dtype, size_t begin,
                                  size_t elems);
 
-/* What add_shards of reduce.c adds: `count` sources of ranks `from`, to `to`, which may be one of the sources. */
+/* What add_shards of reduce_shm.c adds: `count` sources of ranks `from`, to `to`, which may be one of the sources. */
 struct zpp_sources {
     const void *const *data;
     const int *from;

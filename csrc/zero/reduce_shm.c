@@ -41,7 +41,7 @@ static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_des
     return ZPP_OK;
 }
 
-/* Which parameters have a gradient on any rank; returns how many sources there are and fills `sources` for shard
+/* Note which parameters have a gradient on any rank. Return the number of sources, and fill `sources` for shard
  * `rank`, and `from`, whose they are. */
 static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard, const void **sources, int *from) {
     const struct zpp_unit *unit = grad->unit;
@@ -90,7 +90,7 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     return ZPP_OK;
 }
 
-/* Stage 0: rank r has finished shard r, so nobody reads shard r of my bucket any more, and it may be overwritten. */
+/* Stage 0: rank r has finished shard r, so no rank reads shard r of this bucket any more, and it may be overwritten. */
 static void copy_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
     const size_t bytes = zpp_grad_shard_bytes(grad);
     uint64_t copied_bytes = 0;

@@ -2,7 +2,7 @@
  *
  * One step in a stream's thread. See step_delayed.h.
  *
- * Whoever waits for `done` sees all that the step wrote: that is the only meeting of the two threads, besides figures.
+ * A wait for `done` makes all that the step wrote visible. The two threads share nothing else, besides figures.
  */
 #include "step_delayed.h"
 
@@ -70,7 +70,7 @@ static void run(zpp_delayed *delayed, zpp_pool *pool) {
     atomic_fetch_add(&delayed->step_ns, zpp_now_ns() - began_ns);
 }
 
-/* A failure of the step is no end of the stream: it is kept for whoever waits. */
+/* A failure of the step is no end of the stream: it is kept for zpp_delayed_wait. */
 static zpp_status run_beside(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native, (void)wait, (void)err;
     run(*(zpp_delayed **)arg, NULL);

@@ -69,7 +69,7 @@ const void *zpp_step_shard_grad(const struct zpp_step_shard *shard, const struct
 
 /* --- pieces ------------------------------------------------------------------------------------------------------- */
 
-/* What is the same for all pieces of a unit. */
+/* The arguments that all pieces of a unit have in common. */
 struct planning {
     const struct zpp_stepper *stepper;
     const struct zpp_optim_segment *groups;
@@ -212,7 +212,7 @@ static bool use_back_buffer(const struct planning *planning, const struct part *
 
 /* --- one unit ----------------------------------------------------------------------------------------------------- */
 
-/* `param` of a segment: the fp32 master, or NULL where the optimizer file or nobody has one. */
+/* `param` of a segment: the fp32 master, or NULL where the optimizer file has it, or there is none. */
 static void bind_values(const struct planning *planning, const struct part *part, bool no_master,
                         struct zpp_optim_segment *segment) {
     const struct zpp_unit_states *states = &planning->shard.owner->states;
@@ -402,7 +402,7 @@ void zpp_step_plan_drop(struct zpp_step_plan *plan) {
     *plan = (struct zpp_step_plan){ 0 };
 }
 
-/* What is neither in a file nor beside one. */
+/* Step the pieces that are neither in a file nor beside one. */
 static void run_rest(const struct zpp_step_plan *plan, zpp_pool *pool) {
     zpp_no_master_step(plan->no_master, plan->no_master_count, (float)plan->grad_scale, pool);
     zpp_adam_step_f64(plan->f64, plan->f64_count, plan->grad_scale, pool);

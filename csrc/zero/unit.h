@@ -72,7 +72,7 @@ struct zpp_piece {
 };
 
 struct zpp_unit {
-    /* what it is: written at zpp_zero_add_unit, read by anybody */
+    /* what it is: written at zpp_zero_add_unit, read by any file */
     int index;
     char name[120];
     zpp_dtype dtype;
@@ -116,7 +116,7 @@ struct zpp_unit {
     struct zpp_unit_file *file; /* NULL: in none */
     int file_index;
     size_t file_offset_bytes, file_first_elem, file_elems, shard_offset_bytes;
-    uint8_t *quantised_params; /* [params]: is it kept in fewer bits? NULL: none is */
+    uint8_t *quantised_params; /* [params]: 1 if it is kept in fewer bits; NULL: none is */
 
     /* gradients: see reduce.h */
     struct zpp_unit_grad *grad;
@@ -140,8 +140,8 @@ const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capac
 
 size_t zpp_unit_bytes(const struct zpp_unit *unit);
 size_t zpp_unit_shard_bytes(const struct zpp_unit *unit);
-bool zpp_unit_moves(const struct zpp_unit *unit);   /* does its memory come and go? */
-bool zpp_unit_in_file(const struct zpp_unit *unit); /* do its values live in a file? */
+bool zpp_unit_moves(const struct zpp_unit *unit);   /* true if it is gathered and released */
+bool zpp_unit_in_file(const struct zpp_unit *unit); /* true if its values live in a file */
 /* True if a step inside the backward opens the shard, and writes it to its file. */
 bool zpp_unit_opens_shard(const struct zpp_unit *unit);
 

@@ -8,7 +8,7 @@
  *   (the step),
  *                     so a step quantises once for its two gathers. A gather reads quantised copies, its own too: every
  *                     rank computes with the same bits. The shards, which the optimizer updates, stay exact.
- *   gradients (qgZ)   A bucket is quantised shard by shard, in place, before the peers hear of it; rank r adds the
+ *   gradients (qgZ)   A bucket is quantised shard by shard, in place, before its descriptor is posted; rank r adds the
  *                     quantised copies of shard r in fp32, in rank order: one quantisation, because one host is one
  *                     hop.
  *

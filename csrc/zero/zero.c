@@ -252,7 +252,7 @@ zpp_status zpp_zero_quantise_param(zpp_zero *zero, int index, size_t param, stru
     return ZPP_OK;
 }
 
-/* Where the values and addresses of each unit are to be; returns what may stay warm for the next gathers. */
+/* Choose the places and addresses of all units. *warm_bytes: what may stay mapped for the next gathers. */
 static zpp_status lay_out(zpp_zero *zero, size_t *warm_bytes, struct zpp_err *err) {
     size_t largest_bytes = 0;
     zero->moving = calloc((size_t)zero->units_count + 1, sizeof(struct zpp_unit *));

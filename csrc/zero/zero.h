@@ -110,9 +110,9 @@ zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's c
 zpp_unit_file *zpp_zero_param_file(zpp_zero *zero); /* borrowed; NULL without units in a file */
 /* End the engine of units in a file; loads fail from then on, and gathers under way are dropped. */
 void zpp_zero_close_params(zpp_zero *zero);
-/* Of the read that failed, after a call that returned TIER. */
+/* The fault of the read that failed, after a call that returned TIER. */
 const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero);
-/* Does this address lie in gathered memory (released or not)? Which unit? -1: no. Own range only. */
+/* Return the unit in whose gathered memory (released or not) the address lies; -1: none. Own range only. */
 int zpp_zero_find(const zpp_zero *zero, const void *address);
 
 /* --- gathering (gather.c) ----------------------------------------------------------------------------------------- */
@@ -120,7 +120,7 @@ enum zpp_phase { ZPP_PHASE_FORWARD, ZPP_PHASE_BACKWARD, ZPP_PHASE_EVAL, ZPP_PHAS
 /* Whole before anything launched on the compute stream from now on; starts fetching what came next the last time. */
 zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const struct zpp_wait *wait,
                          struct zpp_err *err);
-/* Has a forward of units in a file, this one or the next, still to read some of them, ahead of need? */
+/* True if a forward of units in a file, this one or the next, has still to read some of them ahead of need. */
 bool zpp_zero_reads_forward(const zpp_zero *zero);
 /* After a step that left units in memory, and before they are released: those that the next forward begins with stay,
  * as far as they could be fetched ahead of it. */
@@ -158,7 +158,7 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
 void zpp_zero_share_backward(zpp_zero *zero);
 zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err);
-/* Was that refused because the unit's gradients are on their way already? */
+/* True if that was refused because the unit's gradients are being reduced already. */
 bool zpp_zero_came_late(const zpp_zero *zero, int unit);
 /* In this backward no gradient of that parameter comes on this rank; the unit does not wait for one. */
 void zpp_zero_skip(zpp_zero *zero, int unit, size_t param);
@@ -171,7 +171,7 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
 /* A backward that ended by an exception: what was not reduced is dropped. */
 void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
- * shards). *present[params]: did any rank have a gradient? NULL where no parameter of the unit had one. */
+ * shards). *present[params]: 1 if any rank had a gradient. NULL where no parameter of the unit had one. */
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present);
 /* The same where it can be read at any time; NULL in a file (zpp_zero_grad_copy reads there), or without a gradient. */
 const void *zpp_zero_grad_address(const zpp_zero *zero, int unit);
@@ -196,8 +196,8 @@ struct zpp_buffer {
     void *data; /* borrowed; NULL: not there, and left alone */
     size_t bytes;
 };
-/* Rank 0's to all; the sizes are those of make_buffers. Rank 0 waits for nobody but those that still read the message
- * before. */
+/* Rank 0's to all; the sizes are those of make_buffers. Rank 0 waits only for ranks that still read the
+ * message before. */
 zpp_status zpp_zero_sync_buffers(zpp_zero *zero, const struct zpp_buffer *buffers, size_t count,
                                  const struct zpp_wait *wait, struct zpp_err *err);
 /* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */
@@ -206,7 +206,7 @@ unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit);
  * is 0; what lies between parameters is undefined. Until the next backward or clear. NULL: none. */
 const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **touched);
 /* Ranks on which the unit's gradient was not finite before the last sum, one bit each, the last for rank 63 and above
- * (origin.c). Stages 1 to 3: as far as this rank's shard tells. */
+ * (origin.c). Stages 1 to 3: as far as this rank's shard shows. */
 uint64_t zpp_zero_origins(const zpp_zero *zero, int unit);
 /* True if gradients are given to zpp_zero_grad; else (one rank, memory) they stay with the caller. */
 bool zpp_zero_takes_grads(const zpp_zero *zero);
@@ -221,15 +221,15 @@ void zpp_zero_clear_grads(zpp_zero *zero);
 /* A step inside the backward takes each unit's gradient when it is reduced. Stages 2 and 3: shards have memory from
  * their reduction until zpp_zero_drop_grad, and it is used again by the next units. Before seal. */
 void zpp_zero_pool_grads(zpp_zero *zero);
-/* Of the backward that reduces, or has ended: the unit that is reduced after the first `done` ones; -1: not yet, or
- * none is left. On every rank nobody reads it any more in this backward, and every rank finds the same order. */
+/* Return the unit that this backward, or the one that has ended, reduced after the first `done` ones; -1: not yet, or
+ * none is left. No rank reads it any more in this backward, and every rank finds the same order. */
 int zpp_zero_next_reduced(zpp_zero *zero, int done);
 zpp_status zpp_zero_drop_grad(zpp_zero *zero, int unit, struct zpp_err *err);
 /* Shards in a file (nothing to do for others), after backward_begin: what this backward reduces is stepped inside it,
  * so a unit's shard is kept in memory from its reduction until zpp_zero_drop_grad, and not written. */
 void zpp_zero_keep_grads(zpp_zero *zero);
-/* Of a unit that is reduced, or at the end of that backward: its shard is in memory. The first failure of a read or
- * write before; `fault` is written on status TIER only. */
+/* Bring the shard of a unit to memory, once it is reduced, or at the end of that backward. Return the first failure of
+ * a read or write before; `fault` is written on status TIER only. */
 bool zpp_zero_loads_grads(const zpp_zero *zero); /* true if that may have to wait for a file */
 zpp_status zpp_zero_grad_load(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
 

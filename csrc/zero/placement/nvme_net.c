@@ -9,8 +9,8 @@
  *   step    through windows of the shards' mapping, as on one host
  *
  * So a rank reads 1/N of what is gathered, and H hosts read from H disks side by side (bandwidth-centric partitioning,
- * ZeRO-Infinity, section 6.1). A read that fails sends NaN, so that the peers, which cannot know, compute nothing that
- * looks right, and is this rank's error.
+ * ZeRO-Infinity, section 6.1). A read that fails sends NaN, so that the peers, which do not see the failure, compute
+ * nothing that looks right, and is this rank's error.
  *
  * Threads: the request of a shard belongs to the communicator's thread from the submission of the gather to its end.
  */

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A rank holds its shard in memory that all ranks of the host map. A gather reads every rank's shard, by unit, with no
- * partner call: between two steps nobody writes shards, so there is nothing to wait for and nothing to mistake, even
+ * partner call: between two steps no rank writes shards, so there is nothing to wait for and nothing to mistake, even
  * where ranks run different modules. Where parameters travel quantised it reads the quantised copies (wire.c).
  *
- * Memory moves in the order of the compute stream: `allocated` says that everything before has let go of it.
+ * Memory moves in the order of the compute stream: `allocated` is reached when nothing before it uses the memory.
  */
 #include "../placement.h"
 
