@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The type OptimFile: optimizer states in a scratch file (zero/offload/optim_file.h). python/zeropp decides what it is for
- * and when the file goes away; the step is called by py_step.c. And the layout of units and such files.
+ * The type OptimFile: optimizer states in a scratch file (zero/offload/optim_file.h). python/zeropp decides what it is
+ * for and when the file goes away; the step is called by py_step.c. And the layout of units and such files.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept here until the
- * façade asks.
+ * façade fetches it.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -48,25 +48,23 @@ zpp_optim_file *zpp_py_optim_file_get(PyObject *object) {
  * backward_step); 0: chosen. */
 static int optim_file_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     OptimFile *optim_file = (OptimFile *)self;
-    struct zpp_optim_file_options options = { .log = keep_warning, .log_ctx = self };
+    struct zpp_optim_file_options options = { .file.log = keep_warning, .file.log_ctx = self };
     int checksums, backward_step;
-    unsigned buffers, depth;
     Py_ssize_t stripe_bytes, chunk_elems, block_bytes;
     PyObject *tuple;
     const char *folders[ZPP_AIO_PARTS];
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!yndInIInpp", &PyTuple_Type, &tuple, &options.path, &stripe_bytes, &options.fraction,
-                          &options.moments, &chunk_elems, &buffers, &depth, &block_bytes, &checksums, &backward_step) ||
-        !zpp_py_aio_folders(tuple, folders, &options.folders_count))
+    if (!PyArg_ParseTuple(args, "O!yndInIInpp", &PyTuple_Type, &tuple, &options.file.path, &stripe_bytes,
+                          &options.fraction, &options.moments, &chunk_elems, &options.buffers, &options.file.depth,
+                          &block_bytes, &checksums, &backward_step) ||
+        !zpp_py_aio_folders(tuple, folders, &options.file.folders_count))
         return -1;
-    options.folders = folders;
-    options.stripe_bytes = (size_t)stripe_bytes;
+    options.file.folders = folders;
+    options.file.stripe_bytes = (size_t)stripe_bytes;
     if (optim_file->lock_ready) return PyErr_SetString(PyExc_TypeError, "tier: made twice"), -1;
     options.chunk_elems = (size_t)chunk_elems;
-    options.buffers = buffers;
-    options.depth = depth;
-    options.block_bytes = (size_t)block_bytes;
-    options.checksums = checksums;
+    options.file.block_bytes = (size_t)block_bytes;
+    options.file.checksums = checksums;
     options.backward_step = backward_step;
     if (pthread_mutex_init(&optim_file->lock, NULL) != 0) return PyErr_NoMemory(), -1;
     optim_file->lock_ready = true;
@@ -203,7 +201,8 @@ static PyType_Slot optim_file_slots[] = {
     { Py_tp_init, optim_file_init },       { Py_tp_dealloc, optim_file_dealloc }, { Py_tp_methods, optim_file_methods },
     { Py_tp_getset, optim_file_getset },   { 0, NULL },
 };
-static PyType_Spec optim_file_spec = { "zeropp._C.OptimFile", sizeof(OptimFile), 0, Py_TPFLAGS_DEFAULT, optim_file_slots };
+static PyType_Spec optim_file_spec = { "zeropp._C.OptimFile", sizeof(OptimFile), 0, Py_TPFLAGS_DEFAULT,
+                                       optim_file_slots };
 
 /* --- layouts ------------------------------------------------------------------------------------------------------ */
 

@@ -4,7 +4,7 @@
  * façade decides when the files are made and go away (python/zeropp/zero/offload/); py_step.c calls the step.
  *
  * Warnings of the I/O engine come from its threads, which never take the GIL: the last one is kept until the façade
- * asks.
+ * fetches it.
  */
 #include "py_zero.h"
 
@@ -37,7 +37,7 @@ static zpp_unit_file *grads_of(PyObject *self) {
 
 static PyObject *open_file(PyObject *self, PyObject *args, zpp_unit_file *unit_file) {
     Zero *zero = (Zero *)self;
-    struct zpp_unit_file_options file = { .log = keep_warning, .log_ctx = zero };
+    struct zpp_scratch_options file = { .log = keep_warning, .log_ctx = zero };
     int make, checksums;
     Py_ssize_t stripe_bytes, block_bytes;
     PyObject *tuple;
@@ -49,13 +49,12 @@ static PyObject *open_file(PyObject *self, PyObject *args, zpp_unit_file *unit_f
         return NULL;
     file.folders = folders;
     file.stripe_bytes = (size_t)stripe_bytes;
-    file.make = make;
     file.checksums = checksums;
     file.block_bytes = (size_t)block_bytes;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_unit_file_open(unit_file, &file, &fault, &err);
+    const zpp_status status = zpp_unit_file_open(unit_file, &file, make, &fault, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise_aio(&err, &fault);
     char text[sizeof zero->warning];
@@ -135,7 +134,7 @@ static PyObject *copy_grads(PyObject *self, PyObject *args) {
     return zpp_py_result_aio(status, &err, &fault);
 }
 
-/* Where elements of a unit's flat buffer lie in the mapping, which over several hosts has this rank's shard only. */
+/* Find elements of a unit's flat buffer in the mapping, which over several hosts has this rank's shard only. */
 static bool place_in_mapping(const struct zpp_unit *unit, Py_ssize_t first, Py_ssize_t elems, size_t *offset_bytes) {
     const size_t begin = unit->file_first_elem, capacity = unit->file_elems;
     if (first < 0 || elems < 0 || (size_t)first < begin || (size_t)first - begin > capacity ||
@@ -216,7 +215,8 @@ static PyObject *set_weight_quant(PyObject *self, PyObject *args) {
     Py_ssize_t block_elems;
     struct zpp_err err = ZPP_ERR_INIT;
     if (!PyArg_ParseTuple(args, "inp", &bits, &block_elems, &in_memory)) return NULL;
-    return zpp_py_result(zpp_zero_set_weight_quant(((Zero *)self)->core, bits, (size_t)block_elems, in_memory, &err), &err);
+    zpp_zero *core = ((Zero *)self)->core;
+    return zpp_py_result(zpp_zero_set_weight_quant(core, bits, (size_t)block_elems, in_memory, &err), &err);
 }
 
 /* quantise_param(unit, param): one of the matrices that are kept in fewer bits; before seal. */

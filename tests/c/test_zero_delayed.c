@@ -98,8 +98,9 @@ static zpp_optim_file *new_tier(struct side *side, bool low) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     reset_plan();
-    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 0.8, .moments = 3,
-                                              .chunk_elems = 1024, .sys = &sys, .log = count_log };
+    const struct zpp_optim_file_options options = {
+        .file = { .path = in_folder("states"), .sys = &sys, .log = count_log }, .fraction = 0.8, .moments = 3,
+        .chunk_elems = 1024 };
     zpp_optim_file *optim_file = NULL;
     int shard;
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
@@ -205,10 +206,9 @@ struct unit_file_side {
 static zpp_unit_file *open_unit_file(const char *name, zpp_unit_file *unit_file) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    const struct zpp_unit_file_options file = { .path = in_folder(name), .make = true, .depth = 8, .log = count_log,
-                                         .sys = &sys };
+    const struct zpp_scratch_options file = { .path = in_folder(name), .depth = 8, .log = count_log, .sys = &sys };
     CHECK_OK(zpp_unit_file_seal(unit_file, 0, &err));
-    CHECK_OK(zpp_unit_file_open(unit_file, &file, &fault, &err));
+    CHECK_OK(zpp_unit_file_open(unit_file, &file, true, &fault, &err));
     return unit_file;
 }
 

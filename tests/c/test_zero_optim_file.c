@@ -63,13 +63,12 @@ static zpp_optim_file *new_tier(const struct setup *setup) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
     reset_plan();
-    struct zpp_optim_file_options options = { .path = setup->disks ? "states" : in_folder("states"),
-                                        .folders = disk_folders(setup->disks), .folders_count = setup->disks,
-                                        .stripe_bytes = 2 * 4096, .checksums = setup->checksums,
-                                        .fraction = setup->fraction,
-                                        .moments = setup->amsgrad ? 7 : 3, .chunk_elems = setup->chunk_elems,
-                                        .backward_step = setup->backward_step, .buffers = setup->buffers, .sys = &sys,
-                                        .log = count_log };
+    struct zpp_optim_file_options options = {
+        .file = { .path = setup->disks ? "states" : in_folder("states"), .folders = disk_folders(setup->disks),
+                  .folders_count = setup->disks, .stripe_bytes = 2 * 4096, .checksums = setup->checksums, .sys = &sys,
+                  .log = count_log },
+        .fraction = setup->fraction, .moments = setup->amsgrad ? 7 : 3, .chunk_elems = setup->chunk_elems,
+        .backward_step = setup->backward_step, .buffers = setup->buffers };
     plan.no_ring = setup->no_ring;
     zpp_optim_file *optim_file = NULL;
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
@@ -392,7 +391,8 @@ static void full_disk(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
     reset_plan();
-    struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 1.0, .moments = 3, .sys = &sys };
+    struct zpp_optim_file_options options = { .file.path = in_folder("states"), .file.sys = &sys,
+                                              .fraction = 1.0, .moments = 3 };
     zpp_optim_file *optim_file = NULL;
     int shard;
     plan.reserve_error = ENOSPC;
@@ -424,8 +424,9 @@ static void full_disk_of_several(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault = { .wanted_bytes = 0 };
     reset_plan();
-    struct zpp_optim_file_options options = { .path = "states", .folders = disk_folders(2), .folders_count = 2,
-                                        .fraction = 1.0, .moments = 3, .sys = &sys };
+    struct zpp_optim_file_options options = {
+        .file = { .path = "states", .folders = disk_folders(2), .folders_count = 2, .sys = &sys }, .fraction = 1.0,
+        .moments = 3 };
     zpp_optim_file *optim_file = NULL;
     int shard;
     plan.reserve_error = ENOSPC;
@@ -438,8 +439,8 @@ static void full_disk_of_several(void) {
     zpp_optim_file_destroy(optim_file);
     for (unsigned disk = 0; disk < 2; disk++) CHECK_EQUAL(unlink(on_disk(disk, "states")), 0);
     reset_plan();
-    options.folders = disk_folders(3);
-    options.folders_count = 3;
+    options.file.folders = disk_folders(3);
+    options.file.folders_count = 3;
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
     CHECK_OK(zpp_optim_file_add(optim_file, 3 << 20, false, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
@@ -487,7 +488,7 @@ static void refuses_misuse(void) {
     make_folder();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 0.0 };
+    struct zpp_optim_file_options options = { .file.path = in_folder("states"), .fraction = 0.0 };
     zpp_optim_file *optim_file = NULL;
     CHECK_FAILS(zpp_optim_file_create(&options, &optim_file, &err), ZPP_INVALID, "fraction is 0");
     options.fraction = 1.0;

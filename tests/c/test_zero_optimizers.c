@@ -84,9 +84,9 @@ static void from_a_tier(int update, bool master, double fraction) {
     zpp_optim_file *optim_file = NULL;
     int shard;
     reset_plan();
-    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = fraction,
-                                              .moments = moments[update], .chunk_elems = 1024, .sys = &sys,
-                                              .log = count_log };
+    const struct zpp_optim_file_options options = {
+        .file = { .path = in_folder("states"), .sys = &sys, .log = count_log }, .fraction = fraction,
+        .moments = moments[update], .chunk_elems = 1024 };
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
     CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, master, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
@@ -135,8 +135,8 @@ static void a_tier_of_nothing(void) {
     int shard;
     make_folder();
     reset_plan();
-    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = 1.0, .sys = &sys,
-                                              .log = count_log };
+    const struct zpp_optim_file_options options = {
+        .file = { .path = in_folder("states"), .sys = &sys, .log = count_log }, .fraction = 1.0 };
     CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
     CHECK_OK(zpp_optim_file_add(optim_file, ELEMS, false, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));

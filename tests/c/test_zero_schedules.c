@@ -540,8 +540,8 @@ static void open_gradients(struct rank_state *state) {
     const char *folder = getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp";
     snprintf(state->path, sizeof state->path, "%s/zeropp-grads-%d-%d", folder, (int)getpid(), state->rank);
     (void)unlink(state->path);
-    const struct zpp_unit_file_options file = { .path = state->path, .make = true, .depth = 4, .block_bytes = 4096 };
-    must(zpp_unit_file_open(zpp_zero_grad_file(state->zero), &file, &fault, &err), &err, "the file of gradients");
+    const struct zpp_scratch_options file = { .path = state->path, .depth = 4, .block_bytes = 4096 };
+    must(zpp_unit_file_open(zpp_zero_grad_file(state->zero), &file, true, &fault, &err), &err, "the file of gradients");
 }
 
 static void build(struct rank_state *state) {

@@ -367,10 +367,11 @@ static void making_a_striped_file(void) {
         CHECK_EQUAL(file_bytes(on_disk(disk, "params")), (pages + 2 - disk) / 3 * PAGE);
     end_mapping(&mapping);
 
-    struct zpp_unit_file_options file = { .path = "params", .folders = disk_folders(2), .folders_count = 2,
+    struct zpp_scratch_options file = { .path = "params", .folders = disk_folders(2), .folders_count = 2,
                                    .stripe_bytes = ZPP_AIO_STRIPE_BYTES + PAGE, .sys = &sys };
     mapping = sealed_mapping(NULL, 1.0, 0);
-    CHECK_FAILS(zpp_unit_file_open(mapping.unit_file, &file, &fault, &err), ZPP_INVALID, "stripe_bytes is 2101248");
+    CHECK_FAILS(zpp_unit_file_open(mapping.unit_file, &file, false, &fault, &err), ZPP_INVALID,
+                "stripe_bytes is 2101248");
     zpp_unit_file_destroy(mapping.unit_file);
     memset(&spread, 0, sizeof spread);
     remove_folder();

@@ -66,8 +66,8 @@ static struct stepped new_copies(enum where where, double fraction, bool two) {
     if (where == FP32_IN_FILE)
         CHECK_OK(zpp_unit_file_copy(at.unit_file, 0, at.ours.master, ELEMS * 4, true, &fault, &err));
     if (where != STATES_TOO) return at;
-    const struct zpp_optim_file_options options = { .path = in_folder("states"), .fraction = fraction, .moments = 3,
-                                              .sys = &sys, .log = count_log };
+    const struct zpp_optim_file_options options = {
+        .file = { .path = in_folder("states"), .sys = &sys, .log = count_log }, .fraction = fraction, .moments = 3 };
     CHECK_OK(zpp_optim_file_create(&options, &at.optim_file, &err));
     CHECK_OK(zpp_optim_file_add(at.optim_file, ELEMS, true, &shard, &err));
     CHECK_OK(zpp_optim_file_seal(at.optim_file, &fault, &err));

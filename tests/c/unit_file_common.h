@@ -23,11 +23,11 @@ static struct {
 static inline zpp_status open_blocks(zpp_unit_file *unit_file, bool make, size_t block_bytes,
                                      struct zpp_aio_fault *fault,
                               struct zpp_err *err) {
-    const struct zpp_unit_file_options file = { .path = spread.disks ? "params" : in_folder("params"), .make = make,
-                                         .folders = disk_folders(spread.disks), .folders_count = spread.disks,
-                                         .stripe_bytes = spread.stripe_bytes, .checksums = spread.checksums,
-                                         .depth = 8, .block_bytes = block_bytes, .log = count_log, .sys = &sys };
-    return zpp_unit_file_open(unit_file, &file, fault, err);
+    const struct zpp_scratch_options file = { .path = spread.disks ? "params" : in_folder("params"),
+                                              .folders = disk_folders(spread.disks), .folders_count = spread.disks,
+                                              .stripe_bytes = spread.stripe_bytes, .checksums = spread.checksums,
+                                              .depth = 8, .block_bytes = block_bytes, .log = count_log, .sys = &sys };
+    return zpp_unit_file_open(unit_file, &file, make, fault, err);
 }
 
 static inline void remove_file(void) {

@@ -14,7 +14,7 @@
  * them beside the states (struct zpp_step_files).
  *
  * A read or write that fails does not end a backward, on which the other ranks wait: it is kept, nothing goes to the
- * file any more, and zpp_zero_grads_settle tells, before a norm or a step. Clearing all gradients forgets it.
+ * file any more, and zpp_zero_grads_settle returns it, before a norm or a step. Clearing all gradients forgets it.
  *
  * A backward whose units are stepped inside it keeps what is reduced LOADED, until the step has read it and drops it:
  * the last sum of a step is never written. That is the one call that may come while other units are reduced.
@@ -322,7 +322,7 @@ static zpp_status flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     return ZPP_OK;
 }
 
-/* --- what the step and the norm ask (zero.h) ---------------------------------------------------------------------- */
+/* --- for the step and the norm (zero.h) --------------------------------------------------------------------------- */
 
 static zpp_unit_file *file(const zpp_zero *zero) {
     return zero->grad_file.unit_file;

@@ -34,12 +34,8 @@ zpp_status zpp_optim_file_create(const struct zpp_optim_file_options *options, z
     zpp_optim_file *optim_file = calloc(1, sizeof *optim_file);
     if (!optim_file) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for a tier");
     optim_file->options = *options;
-    const struct zpp_aio_config config = {
-        .depth = options->depth, .block_bytes = options->block_bytes, .stripes = options->folders,
-        .stripes_count = options->folders_count, .stripe_bytes = options->stripe_bytes,
-        .checksums = options->checksums, .log = options->log, .log_ctx = options->log_ctx, .sys = options->sys };
-    const zpp_status status = zpp_scratch_file_open(&optim_file->file, options->path, config, err);
-    optim_file->options.folders = NULL; /* borrowed */
+    const zpp_status status = zpp_scratch_file_open(&optim_file->file, &options->file, err);
+    optim_file->options.file.folders = NULL; /* borrowed */
     if (status != ZPP_OK) {
         zpp_optim_file_destroy(optim_file);
         return status;

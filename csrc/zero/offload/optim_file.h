@@ -26,6 +26,7 @@
 #define ZPP_ZERO_OPTIM_FILE_H
 
 #include "../../aio/engine.h"
+#include "pipeline.h"
 #include "unit_file.h"
 #include "../../ops/optim/optim.h"
 
@@ -40,22 +41,12 @@ enum zpp_optim_file_kind {
 };
 
 struct zpp_optim_file_options {
-    const char *path;    /* of the scratch file, which is made; copied; relative where there are folders */
-    const char *const *folders; /* one for each disk, that the file is striped over; borrowed during create */
-    unsigned folders_count;     /* 0: none, at most ZPP_AIO_PARTS */
-    size_t stripe_bytes; /* a multiple of 4096; 0: ZPP_AIO_STRIPE_BYTES */
-    double fraction;     /* of the bytes that go to the file, above 0 and at most 1 */
-    unsigned moments;    /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
-    /* steps are unit by unit (zpp_optim_file_backward_step_unit): buffers for two shards, at most 64 */
-    bool backward_step;
-    size_t chunk_elems;  /* of a record; a multiple of 1024; 0: chosen by seal */
-    unsigned buffers;    /* records in memory, at least 3; 0: 4, or as `backward_step` says */
-    unsigned depth;      /* as struct zpp_aio_config; 0: 32 a folder */
-    size_t block_bytes;  /* the same; 0: 1 MiB */
-    bool checksums;      /* the same */
-    void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */
-    void *log_ctx;
-    const struct zpp_aio_sys *sys; /* copied; NULL: the real calls */
+    struct zpp_scratch_options file; /* which is made */
+    double fraction;    /* of the bytes that go to the file, above 0 and at most 1 */
+    unsigned moments;   /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
+    bool backward_step; /* steps are unit by unit (zpp_optim_file_backward_step_unit) */
+    size_t chunk_elems; /* of a record; a multiple of 1024; 0: chosen by seal */
+    unsigned buffers;   /* records in memory, at least 3; 0: 4, or with backward_step for two shards, at most 64 */
 };
 
 /* New; end with zpp_optim_file_destroy, which leaves the file to its owner (NULL is fine). */
@@ -120,7 +111,7 @@ zpp_status zpp_optim_file_backward_step_poll(zpp_optim_file *optim_file, struct 
 /* All is written. Nothing to do where no step is open. */
 zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
                                             struct zpp_err *err);
-/* Between two steps: begin to read what the next one needs first. If that fails, the next step says it. */
+/* Between two steps: begin to read what the next one needs first. If that fails, the next step returns it. */
 void zpp_optim_file_backward_step_ahead(zpp_optim_file *optim_file);
 bool zpp_optim_file_inconsistent(const zpp_optim_file *optim_file);
 void zpp_optim_file_recovered(zpp_optim_file *optim_file);

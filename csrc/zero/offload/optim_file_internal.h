@@ -23,7 +23,7 @@ struct record_stream {
     size_t chunk_elems;    /* of every chunk but the last */
     size_t chunks;
     uint64_t offset_bytes; /* of chunk 0 in the file */
-    bool *stepped;         /* [chunks]: have its moments ever been written? */
+    bool *stepped;         /* [chunks]: true once its moments were written */
     float *held;           /* [planes * held_elems] */
 };
 
@@ -32,7 +32,7 @@ struct optim_file_shard {
     size_t begin_elems, elems; /* on the record stream */
 };
 
-/* What a buffer is to a step unit by unit. */
+/* The state of a buffer in a step unit by unit. */
 enum optim_file_buffer_state { BUFFER_FREE, BUFFER_CLEAN, BUFFER_DIRTY, BUFFER_WRITING };
 
 struct optim_file_buffer {
@@ -79,7 +79,7 @@ struct optim_file_plan {
     struct zpp_optim_segment *segments; /* of what is held, held_count; then of the visit under way */
     size_t segments_capacity, held_count;
     struct zpp_step_files files;
-    bool windows; /* are there any? */
+    bool windows; /* true if parameters or gradients are in files */
 };
 
 struct zpp_optim_file {
@@ -123,7 +123,7 @@ void optim_file_plan_bind(const zpp_optim_file *optim_file, struct optim_file_pl
 void optim_file_backward_step_choose_buffers(zpp_optim_file *optim_file);
 zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_err *err);
 void optim_file_backward_step_drop(zpp_optim_file *optim_file);
-/* What was read ahead is not what the file has any more. */
+/* Forget what was read ahead, because the file has changed. */
 void optim_file_backward_step_forget(zpp_optim_file *optim_file);
 
 #endif

@@ -175,7 +175,7 @@ static zpp_status step_visit(void *ctx, size_t index, struct zpp_aio_fault *faul
     return status;
 }
 
-/* What is held in memory. */
+/* Step what is held in memory. */
 static zpp_status step_held(const struct step_run *run, struct zpp_aio_fault *fault, struct zpp_err *err) {
     bool inconsistent;
     struct optim_file_plan *plan = run->plan;

@@ -154,7 +154,7 @@ static struct optim_file_buffer *choose(zpp_optim_file *optim_file, enum optim_f
     return best;
 }
 
-/* Of what is expected next, as much as there are buffers for, without waiting. */
+/* Read the records that are expected next, as many as there are buffers for, without waiting. */
 static zpp_status read_ahead(zpp_optim_file *optim_file, struct zpp_aio_fault *fault, struct zpp_err *err) {
     struct optim_file_backward_step *backward_step = &optim_file->backward_step;
     while (backward_step->next < backward_step->order_count) {

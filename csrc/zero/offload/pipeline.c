@@ -15,16 +15,17 @@ enum {
 
 /* --- the file ----------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_scratch_file_open(struct zpp_scratch_file *file, const char *path, struct zpp_aio_config config,
+zpp_status zpp_scratch_file_open(struct zpp_scratch_file *file, const struct zpp_scratch_options *options,
                                  struct zpp_err *err) {
-    const unsigned disks = config.stripes_count ? config.stripes_count : 1;
-    if (!config.depth) config.depth = DEPTH * disks;
-    if (!config.block_bytes) config.block_bytes = BLOCK_BYTES;
-    if (!config.stripe_bytes) config.stripe_bytes = ZPP_AIO_STRIPE_BYTES;
-    config.flight_bytes = (size_t)FLIGHT_BYTES * disks;
-    config.direct = true;
-    config.backend = ZPP_AIO_AUTO;
-    file->path = strdup(path);
+    const unsigned disks = options->folders_count ? options->folders_count : 1;
+    const struct zpp_aio_config config = {
+        .depth = options->depth ? options->depth : DEPTH * disks,
+        .block_bytes = options->block_bytes ? options->block_bytes : (size_t)BLOCK_BYTES,
+        .stripes = options->folders, .stripes_count = options->folders_count,
+        .stripe_bytes = options->stripe_bytes ? options->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES,
+        .flight_bytes = (size_t)FLIGHT_BYTES * disks, .direct = true, .backend = ZPP_AIO_AUTO,
+        .checksums = options->checksums, .log = options->log, .log_ctx = options->log_ctx, .sys = options->sys };
+    file->path = strdup(options->path);
     if (!file->path) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the path");
     return zpp_aio_create(&config, &file->aio, err);
 }

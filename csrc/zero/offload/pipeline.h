@@ -22,10 +22,20 @@ struct zpp_scratch_file {
     zpp_aio *aio;
 };
 
-/* Start an engine on the file `path`, whose owner removes it; end with zpp_scratch_file_close, also after an error. Of
- * `config`, depth, block_bytes and stripe_bytes may be 0, for the values that suit offloaded state; flight_bytes and
- * direct are always chosen. */
-zpp_status zpp_scratch_file_open(struct zpp_scratch_file *file, const char *path, struct zpp_aio_config config,
+struct zpp_scratch_options {
+    const char *path;           /* copied; relative where there are folders */
+    const char *const *folders; /* one for each disk, that the file is striped over; borrowed during the call */
+    unsigned folders_count;     /* 0: none, at most ZPP_AIO_PARTS */
+    size_t stripe_bytes;        /* a multiple of 4096; 0: ZPP_AIO_STRIPE_BYTES */
+    unsigned depth;             /* as struct zpp_aio_config; 0: 32 a folder */
+    size_t block_bytes;         /* the same; 0: 1 MiB */
+    bool checksums;             /* the same */
+    void (*log)(void *log_ctx, const char *text); /* the same */
+    void *log_ctx;
+    const struct zpp_aio_sys *sys; /* copied; NULL: the real calls */
+};
+/* Start an engine on a file, whose owner removes it; end with zpp_scratch_file_close, also after an error. */
+zpp_status zpp_scratch_file_open(struct zpp_scratch_file *file, const struct zpp_scratch_options *options,
                                  struct zpp_err *err);
 void zpp_scratch_file_close(struct zpp_scratch_file *file);
 

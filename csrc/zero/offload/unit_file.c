@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The life of parameters in a file, and how units come and go. See unit_file.h for the picture.
+ * The life of parameters in a file, and how units are acquired, read and released. See unit_file.h for the picture.
  */
 #include "unit_file.h"
 
@@ -16,7 +16,7 @@
 enum { EMPTY, LOADING, LOADED };
 enum { NAP_NS = 50000 }; /* disks answer in 100 us and more */
 /* A rank that began to read and did not end by then is dead or stuck. Reading the same bytes to the same place once
- * more does no harm, and whoever really died is found by the next collective. */
+ * more does no harm, and a rank that died is found by the next collective. */
 #define PATIENCE_NS UINT64_C(2000000000)
 #define GIVE_UP_NS UINT64_C(30000000000)
 
@@ -83,7 +83,7 @@ zpp_status zpp_unit_file_double_buffer(zpp_unit_file *unit_file, int unit, struc
 
 enum { SUMS_ALIGN_BYTES = 64 };
 
-/* Of one part. */
+/* Return the bytes of the checksums of one part. */
 static size_t sums_bytes(uint64_t part_bytes) {
     return round_up(zpp_checksums_shared_bytes(part_bytes), SUMS_ALIGN_BYTES);
 }
@@ -167,37 +167,34 @@ unsigned char *zpp_unit_file_mapping(const zpp_unit_file *unit_file) {
 }
 
 /* Every rank's engine keeps the checksums of a part in the same table. */
-static zpp_status share_sums(const zpp_unit_file *unit_file, const struct zpp_unit_file_options *file,
+static zpp_status share_sums(const zpp_unit_file *unit_file, const struct zpp_scratch_options *options, bool make,
                              struct zpp_err *err) {
-    const unsigned parts = file->folders_count ? file->folders_count : 1;
-    const size_t stripe_bytes = file->stripe_bytes ? file->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES;
+    const unsigned parts = options->folders_count ? options->folders_count : 1;
+    const size_t stripe_bytes = options->stripe_bytes ? options->stripe_bytes : (size_t)ZPP_AIO_STRIPE_BYTES;
     unsigned char *memory = unit_file->sums_memory;
     zpp_status status = ZPP_OK;
     for (unsigned part = 0; part < parts && status == ZPP_OK; part++) {
         const uint64_t bytes = zpp_file_part_bytes(parts, stripe_bytes, part, file_bytes(unit_file));
         status = zpp_aio_share_checksums(unit_file->file.aio, unit_file->file.path, part,
-                                         zpp_checksums_attach(memory, bytes, file->make), err);
+                                         zpp_checksums_attach(memory, bytes, make), err);
         memory += sums_bytes(bytes);
     }
     return status;
 }
 
-zpp_status zpp_unit_file_open(zpp_unit_file *unit_file, const struct zpp_unit_file_options *file,
+zpp_status zpp_unit_file_open(zpp_unit_file *unit_file, const struct zpp_scratch_options *options, bool make,
                               struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!unit_file->sealed || unit_file->opened)
         return zpp_fail(err, ZPP_STATE, "params: %s", unit_file->opened ? "opened twice" : "opened before seal");
-    if (file->stripe_bytes > ZPP_AIO_STRIPE_BYTES)
-        return zpp_fail(err, ZPP_INVALID, "params: stripe_bytes is %zu, wanted at most %d", file->stripe_bytes,
+    if (options->stripe_bytes > ZPP_AIO_STRIPE_BYTES)
+        return zpp_fail(err, ZPP_INVALID, "params: stripe_bytes is %zu, wanted at most %d", options->stripe_bytes,
                         ZPP_AIO_STRIPE_BYTES);
-    const struct zpp_aio_config config = {
-        .depth = file->depth, .block_bytes = file->block_bytes, .checksums = file->checksums,
-        .stripes = file->folders, .stripes_count = file->folders_count, .stripe_bytes = file->stripe_bytes,
-        .log = file->log, .log_ctx = file->log_ctx, .sys = file->sys };
     unit_file->opened = true;
-    zpp_status status = zpp_scratch_file_open(&unit_file->file, file->path, config, err);
-    if (status == ZPP_OK && file->make)
+    zpp_status status = zpp_scratch_file_open(&unit_file->file, options, err);
+    if (status == ZPP_OK && make)
         status = zpp_aio_make(unit_file->file.aio, unit_file->file.path, file_bytes(unit_file), fault, err);
-    if (status == ZPP_OK && file->checksums && unit_file->sums_memory) status = share_sums(unit_file, file, err);
+    if (status == ZPP_OK && options->checksums && unit_file->sums_memory)
+        status = share_sums(unit_file, options, make, err);
     return status;
 }
 
@@ -247,7 +244,7 @@ static zpp_status join_users(struct unit_file_board *board, struct zpp_err *err)
     }
 }
 
-/* Whether this was the last user; then nobody enters until users is 0 again. */
+/* Return true if this was the last user; no rank acquires the unit then until users is 0 again. */
 static bool part_from_users(struct unit_file_board *board) {
     for (;;) {
         int32_t users = atomic_load(&board->users);
@@ -281,7 +278,7 @@ zpp_status zpp_unit_file_release(zpp_unit_file *unit_file, int index, struct zpp
     if (unit_file->range) return zpp_range_unmap(unit_file->range, offset_bytes, bytes, err);
     struct unit_file_board *board = &unit_file->board[index];
     const bool last = part_from_users(board);
-    if (last) { /* while the mapping is writable: the kernel wants that */
+    if (last) { /* while the mapping is writable: the kernel requires that */
         zpp_region_trim(unit_file->region, offset_bytes, bytes);
         atomic_store(&board->contents, EMPTY);
     }

@@ -37,6 +37,7 @@
 #include "../../aio/engine.h"
 #include "../../comm/comm.h"
 #include "../../ops/optim/optim.h"
+#include "pipeline.h"
 
 typedef struct zpp_unit_file zpp_unit_file;
 
@@ -66,26 +67,15 @@ zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int unit, struct z
 /* Collective: the mapping. `warm_bytes` of pages that were given back may be kept for the next load (one rank only). */
 zpp_status zpp_unit_file_seal(zpp_unit_file *unit_file, size_t warm_bytes, struct zpp_err *err);
 unsigned char *zpp_unit_file_mapping(const zpp_unit_file *unit_file);
-/* Is all of a unit held in memory? Then it never comes or goes. */
+/* True if all of a unit is resident: it is never acquired. */
 bool zpp_unit_file_is_held(const zpp_unit_file *unit_file, int unit);
-/* Of an address of the mapping: in the file, and not in memory? */
+/* True if the address is of the mapping, and its bytes are in the file and not resident. */
 bool zpp_unit_file_on_disk(const zpp_unit_file *unit_file, const void *address);
 
-struct zpp_unit_file_options {
-    const char *path; /* copied; relative where there are folders */
-    const char *const *folders; /* that it is striped over; borrowed during open */
-    unsigned folders_count;     /* 0: none, at most ZPP_AIO_PARTS */
-    size_t stripe_bytes;        /* a multiple of 4096, at most ZPP_AIO_STRIPE_BYTES; 0: that */
-    bool make;        /* on one rank, before the others open it: its full length, every block reserved */
-    unsigned depth;   /* as struct zpp_aio_config; 0: 32 a folder */
-    size_t block_bytes; /* the same; 0: 1 MiB */
-    bool checksums;     /* the same; the ranks of a host keep them together */
-    void (*log)(void *log_ctx, const char *text); /* as struct zpp_aio_config */
-    void *log_ctx;
-    const struct zpp_aio_sys *sys; /* copied; NULL: the real calls */
-};
-/* Start the engine on the file, whose owner removes it. Local; zeros are its contents. */
-zpp_status zpp_unit_file_open(zpp_unit_file *unit_file, const struct zpp_unit_file_options *file,
+/* Start the engine on the file, whose owner removes it. Local; zeros are its contents. `make`: make it, on one rank
+ * before the others open it, at its full length with every block reserved. Stripes are at most ZPP_AIO_STRIPE_BYTES.
+ * The ranks of a host keep the checksums together. */
+zpp_status zpp_unit_file_open(zpp_unit_file *unit_file, const struct zpp_scratch_options *options, bool make,
                               struct zpp_aio_fault *fault, struct zpp_err *err);
 /* End the engine; loads fail from then on. The mapping stays. */
 void zpp_unit_file_close(zpp_unit_file *unit_file);
@@ -105,7 +95,7 @@ zpp_status zpp_unit_file_read_wait(zpp_unit_file *unit_file, int unit, const str
 zpp_status zpp_unit_file_read_status(const zpp_unit_file *unit_file, int unit, struct zpp_aio_fault *fault,
                                      struct zpp_err *err);
 
-/* Is nothing under way between this rank and the file? Any thread. */
+/* True if nothing is under way between this rank and the file. Any thread. */
 bool zpp_unit_file_is_idle(const zpp_unit_file *unit_file);
 
 /* --- shards ------------------------------------------------------------------------------------------------------- */
@@ -129,7 +119,7 @@ zpp_status zpp_unit_file_write_wait(zpp_unit_file *unit_file, int unit, struct z
  * the mapping. */
 size_t zpp_unit_file_run(const zpp_unit_file *unit_file, const void *address, size_t elems, size_t elem_bytes);
 
-/* What of a step lies in files, each in one of its own; NULL: in memory. */
+/* The files of a step's parameters and gradients; NULL: they are in memory. */
 struct zpp_step_files {
     zpp_unit_file *params;
     zpp_unit_file *grads; /* see grad_file.c */
@@ -165,8 +155,8 @@ zpp_status zpp_unit_file_step(const struct zpp_step_files *files, struct zpp_opt
  * stay as they are. Goes through a small buffer, and waits. */
 zpp_status zpp_unit_file_carry(zpp_unit_file *unit_file, const void *address, size_t bytes, struct zpp_aio_fault *fault,
                                struct zpp_err *err);
-/* What is next in the file is now, and the other way round. On every rank that has the file in common, while nobody
- * has acquired the unit and no step runs. */
+/* Exchange the unit's current and next copy. On every rank that has the file in common, while no rank has acquired the
+ * unit and no step runs. */
 void zpp_unit_file_flip(zpp_unit_file *unit_file, int unit);
 
 struct zpp_unit_file_figures {

@@ -26,7 +26,7 @@ struct unit_file_staging {
     unsigned char *memory;
 };
 
-/* What the ranks of a host tell each other of one unit; in shared memory, zeros at first. */
+/* The state of one unit that the ranks of a host share; in shared memory, zeros at first. */
 struct unit_file_board {
     _Atomic int32_t users, contents;
 };
@@ -34,7 +34,7 @@ struct unit_file_board {
 struct unit_file_unit {
     size_t offset_bytes, bytes; /* whole pages */
     bool open; /* in a shared mapping: this rank can read it */
-    bool two, flipped;           /* has it a second copy, and is that the one that is now? */
+    bool two, flipped;           /* it has a second copy; that is the current one */
     uint64_t first_offset_bytes, second_offset_bytes; /* in the file, of what moves of it */
     zpp_aio_request *request;   /* this rank's read under way */
     zpp_aio_request *write_request;   /* this rank's write of its shard under way */
@@ -91,7 +91,7 @@ struct zpp_unit_file {
     uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
     struct zpp_quant_spec quant; /* bits 0: units are kept as they are */
     bool qcopies_in_memory;
-    size_t qcopies_bytes, qcopies_resident_bytes; /* of all units; what lies before the cut is in memory */
+    size_t qcopies_bytes, qcopies_resident_bytes; /* of all units; the first ones are in memory */
     zpp_region *qcopies_region;
     unsigned char *qcopies_memory;  /* of the region, or of one rank */
     struct unit_file_staging *staging; /* not in use */
@@ -100,7 +100,7 @@ struct zpp_unit_file {
 
 /* The unit that has that place of the mapping. */
 const struct unit_file_unit *unit_file_unit_at(const zpp_unit_file *unit_file, size_t offset_bytes);
-/* The part of a unit that comes and goes: its bytes, from *offset_bytes of the mapping on. */
+/* The part of a unit that is not resident: its bytes, from *offset_bytes of the mapping on. */
 size_t unit_file_moving_part(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t *offset_bytes);
 bool unit_file_in_mapping(const zpp_unit_file *unit_file, const void *address);
 /* Begin to read or write [offset, offset + bytes) of the mapping, all behind the resident part, and of one unit where

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Where the units of a unit file are: the part of each that comes and goes, its place in the file, and the pages of
+ * Where the units of a unit file are: the part of each that is not resident, its place in the file, and the pages of
  * the mapping.
  *
  * Stray reads of a mapping that the ranks of a host share (base/stray.h): each rank opens and closes units in its own

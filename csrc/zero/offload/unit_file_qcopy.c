@@ -92,7 +92,7 @@ zpp_status zpp_unit_file_add_span(zpp_unit_file *unit_file, int index, size_t of
     return ZPP_OK;
 }
 
-/* Whole units, the first ones, whose values are held: as many as fit before the cut, and never all. */
+/* Whole units, the first ones, whose values are held: as many as fit into the resident bytes, and never all. */
 static int count_held(const zpp_unit_file *unit_file) {
     size_t bytes = 0, done = 0;
     for (int i = 0; i < unit_file->units_count; i++) bytes += unit_file->units[i].bytes;
@@ -177,7 +177,7 @@ static void give_staging(zpp_unit_file *unit_file, struct unit_file_staging *sta
     unit_file->staging = staging;
 }
 
-/* Of a quantised copy, the first bytes, which are in memory. */
+/* Return how many of the first bytes of a quantised copy are in memory. */
 static size_t held_part(const zpp_unit_file *unit_file, const struct unit_file_unit *unit) {
     const size_t before = unit_file->qcopies_resident_bytes;
     if (unit->qcopy_offset_bytes >= before) return 0;
@@ -225,7 +225,7 @@ bool zpp_unit_file_keeps_qcopies(const zpp_unit_file *unit_file) {
     return unit_file->quant.bits != 0;
 }
 
-/* Of a unit that is held as values, by one who makes a quantised copy of it for a moment. */
+/* Round a unit that is held as values, through a quantised copy that is dropped again. */
 static zpp_status round_held(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *values,
                              struct zpp_err *err) {
     const size_t bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_PAGE_BYTES);

@@ -4,8 +4,8 @@
  * the file lie together, at the same place in a page as in the file, so that what is between the first and the last
  * page moves without a copy. Window k+1 .. k+3 are read and k-1 is written while k is stepped. Gradients are only read.
  *
- * Between two parameters of a unit lie fewer than 64 bytes, which belong to nobody: they go along as zeros. A gap of 64
- * or more is a parameter that is not stepped, and is left alone. A step into next copies carries it over.
+ * Between two parameters of a unit lie fewer than 64 bytes, which no parameter has: they are written as zeros. A gap of
+ * 64 or more is a parameter that is not stepped, and is left alone. A step into next copies carries it over.
  */
 #include <assert.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@ static size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-/* What of a segment is in the file. */
+/* The part of a segment that is in the file. */
 enum part { GRAD, PARAM, PARAM_OUT };
 struct place {
     size_t offset_bytes, bytes;
