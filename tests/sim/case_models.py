@@ -23,7 +23,9 @@ WITHOUT_DROPOUT = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
 def build(name: str) -> Any:
     torch.manual_seed(0)
     if name == "gpt2":
-        config = transformers.GPT2Config(97, n_positions=64, n_embd=64, n_layer=3, n_head=4, **WITHOUT_DROPOUT)
+        config = transformers.GPT2Config(
+            vocab_size=97, n_positions=64, n_embd=64, n_layer=3, n_head=4, **WITHOUT_DROPOUT
+        )
         return transformers.GPT2LMHeadModel(config)
     if name == "mixtral":
         experts = {"num_local_experts": 4, "experts_implementation": "eager"}
