@@ -503,11 +503,7 @@ class ProcessGroup(_ProcessGroup):
         return self._all(works, list(outputs))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
-        with self._as_one(outputs):
-            works = [
-                self._reduce_scatter_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)
-            ]
-        return self._waited(self._all(works, list(outputs)), opts)
+        return self._coalesced(self._reduce_scatter_base, outputs, sources, opts)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -557,11 +553,7 @@ class ProcessGroup(_ProcessGroup):
         return self._all(works, [piece for pieces in outputs for piece in pieces])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> _Work:
-        with self._as_one(outputs):
-            works = [
-                self._allgather_base(output, source, opts) for output, source in zip(outputs, sources, strict=True)
-            ]
-        return self._waited(self._all(works, list(outputs)), opts)
+        return self._coalesced(self._allgather_base, outputs, sources, opts)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -699,6 +691,11 @@ class ProcessGroup(_ProcessGroup):
         self.comm.barrier_within((timeout or self._timeout).total_seconds())
 
     # -- several calls as one ----------------------------------------------------------------------------------------------
+
+    def _coalesced(self, call: Callable[..., _Work], outputs: Tensors, sources: Tensors, opts: Any) -> _Work:
+        with self._as_one(outputs):
+            works = [call(output, source, opts) for output, source in zip(outputs, sources, strict=True)]
+        return self._waited(self._all(works, list(outputs)), opts)
 
     def _all(self, works: Sequence[_Work], results: list[torch.Tensor]) -> _Work:
         if len(works) == 1:
