@@ -5,13 +5,29 @@
  */
 #include "kernels.h"
 
+#include "../element.h"
+#include "../round.h"
+
+/* Elements [begin, end) one by one. */
+static void combine_elements(void *out, const void *const *rows, const float *weights, size_t count, size_t begin,
+                             size_t end, zpp_dtype dtype) {
+    for (size_t i = begin; i < end; ++i) {
+        float total = 0.0f;
+        for (size_t j = 0; j < count; ++j) {
+            const float value = zpp_element_load(rows[j], dtype, i);
+            const float part = weights ? ZPP_MUL(weights[j], value) : value;
+            total = j ? ZPP_ADD(total, part) : part;
+        }
+        zpp_element_store(out, dtype, i, total);
+    }
+}
+
 #if ZPP_LANES == 1
 
 #include <assert.h>
 #include <math.h>
 #include <string.h>
 
-#include "../element.h"
 #include "../exp.h"
 
 static float greatest(const float *from, size_t elems) {
@@ -61,15 +77,7 @@ static void combine(void *out, const void *const *rows, const float *weights, si
                     zpp_dtype dtype, bool stream) {
     (void)stream;
     assert(count >= 1);
-    for (size_t i = 0; i < elems; ++i) {
-        float total = 0.0f;
-        for (size_t j = 0; j < count; ++j) {
-            const float value = zpp_element_load(rows[j], dtype, i);
-            const float part = weights ? ZPP_MUL(weights[j], value) : value;
-            total = j ? ZPP_ADD(total, part) : part;
-        }
-        zpp_element_store(out, dtype, i, total);
-    }
+    combine_elements(out, rows, weights, count, 0, elems, dtype);
 }
 
 static void scale(void *out, const void *row, float weight, size_t elems, zpp_dtype dtype, bool stream) {
@@ -99,7 +107,6 @@ static void copy(void *to, const void *from, size_t bytes, bool stream) {
 #include <string.h>
 
 #include "../copy_vec16.h"
-#include "../element.h"
 #include "../exp_vec16.h"
 #include "../vec16.h"
 
@@ -182,20 +189,6 @@ V16_FN v16 combined(const void *const *rows, const float *weights, size_t count,
         total = v16_add(total, weighted ? v16_mul(v16_set1(weights[j]), value) : value);
     }
     return total;
-}
-
-/* Elements [begin, end) one by one. */
-static void combine_elements(void *out, const void *const *rows, const float *weights, size_t count, size_t begin,
-                             size_t end, zpp_dtype dtype) {
-    for (size_t i = begin; i < end; ++i) {
-        float total = 0.0f;
-        for (size_t j = 0; j < count; ++j) {
-            const float value = zpp_element_load(rows[j], dtype, i);
-            const float part = weights ? ZPP_MUL(weights[j], value) : value;
-            total = j ? ZPP_ADD(total, part) : part;
-        }
-        zpp_element_store(out, dtype, i, total);
-    }
 }
 
 V16_FN size_t combine_turns(void *out, const void *const *rows, const float *weights, size_t count, size_t begin,
