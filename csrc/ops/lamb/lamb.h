@@ -57,7 +57,7 @@ zpp_status zpp_lamb_step_at(enum zpp_cpu_level level, const struct zpp_lamb_segm
 
 /* The first pass alone, for tensors in pieces, whose norms are sums over all pieces: moments, and sums
  * [segments_count][2] of the squares of p and of u. Moments in fp32; lr, trust and param_out have no meaning. The step
- * is then that of frozen/frozen.h, p (1 - rate weight_decay) - rate m / (...): only what was never seen, v = 0, differs
+ * is then that of optim/frozen.h, p (1 - rate weight_decay) - rate m / (...): only what was never seen, v = 0, differs
  * by more than roundings. NOMEM: nothing was written. */
 zpp_status zpp_lamb_norms(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
                           double *sums, zpp_pool *pool, struct zpp_err *err);
