@@ -329,9 +329,10 @@ static zpp_status answer_of(const struct zpp_transfer *transfer, struct zpp_err 
 
 enum { BUSY_ROUNDS = 64 };
 
-/* Run the checks of a wait where bytes keep the thread from sleeping: a dead peer, a comm error or a tick ends it; its
+/* Run the checks of a wait. Where bytes kept the thread from sleeping, a dead peer, a comm error or a tick ends it; its
  * timeout limits silence only. */
-static zpp_status check_busy(const struct zpp_wait_ctx *wait_ctx, int rank, bool gone, struct zpp_err *err) {
+static zpp_status check_wait(struct zpp_wait_ctx *wait_ctx, bool slept, int rank, bool gone, struct zpp_err *err) {
+    if (slept) return zpp_wait_check(wait_ctx, rank, gone, err);
     struct zpp_wait_ctx fresh = *wait_ctx;
     fresh.start_ns = fresh.check_ns = fresh.log_ns = 0;
     return zpp_wait_check(&fresh, rank, gone, err);
@@ -356,7 +357,7 @@ zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait
         if (progress(p2p) || transfer->status != ZPP_AGAIN) continue;
         pthread_mutex_unlock(&p2p->lock);
         if (checks) {
-            status = slept ? zpp_wait_check(&wait_ctx, rank, gone, err) : check_busy(&wait_ctx, rank, gone, err);
+            status = check_wait(&wait_ctx, slept, rank, gone, err);
             rounds = 0;
         }
         slept = status == ZPP_OK && !zpp_counter_sleep(&wait_ctx, bell, heard + 1);
