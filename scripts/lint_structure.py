@@ -128,14 +128,14 @@ def climbing_imports() -> Found:
     return [f"{name} -> {other}" for name, other in rows if name != "zeropp" and layer[name] < layer[other]]
 
 
-def complexity(*endings: str) -> Found:
-    """Return "complexity place" of every function above COMPLEX in files with these endings."""
+def complexity(*endings: str, least: int = COMPLEX + 1) -> Found:
+    """Return "complexity place" of every function of that complexity at least, in files with these endings."""
     return [
         f"{function.cyclomatic_complexity} {name_of(path)}:{function.start_line} {function.name}"
         for path in CODE
         if path.suffix in endings
         for function in functions_of(path)
-        if function.cyclomatic_complexity > COMPLEX
+        if function.cyclomatic_complexity >= least
     ]
 
 
@@ -226,7 +226,7 @@ FIGURES: dict[str, Callable[[], Found | float]] = {
     "c call cycles": lambda: [" ".join(group) for group in c_cycles()],
     "python import cycle, modules": lambda: next(iter(cycles(python_imports())), []),
     "python imports of a higher layer": climbing_imports,
-    "complexity of the most complex function": lambda: max(int(found.split()[0]) for found in complexity(".c", ".py")),
+    "complexity of the most complex function": lambda: max(int(x.split()[0]) for x in complexity(".c", ".py", least=1)),
     f"c functions of complexity above {COMPLEX}": partial(complexity, ".c"),
     f"python functions of complexity above {COMPLEX}": partial(complexity, ".py"),
     "csrc files": partial(files_in, "csrc/"),
