@@ -7,6 +7,7 @@
 #define ZPP_BIND_OP_CHECKS_H
 
 #include "../base/device.h"
+#include "../ops/moments/moments.h"
 #include "boxed.h"
 
 enum { ZPP_OP_FLOATS = 1u << ZPP_F32 | 1u << ZPP_BF16 | 1u << ZPP_F16 };
@@ -60,5 +61,33 @@ static inline double zpp_op_float_of(const struct zpp_floats *floats, size_t i) 
 static inline struct zpp_tensors zpp_op_one(const char *name, const struct zpp_tensor *tensor) {
     return (struct zpp_tensors){ .name = name, .count = 1, .at = (struct zpp_tensor *)(uintptr_t)tensor };
 }
+
+/* -- moments in bf16 or 8 bits (csrc/ops/moments) ------------------------------------------------------------------ */
+/* What the steps of optimizers with such moments take beside the arguments of fp32. Codes of one call are of one kind,
+ * bfloat16 or uint8. */
+struct zpp_op_low {
+    bool is; /* else all that follows is of no meaning */
+    const struct zpp_tensors *scales; /* of 8 bits only: one for each parameter's first moment, then second, ... */
+    const struct zpp_ints *places;    /* three numbers a parameter: step, stream, first; NULL: first is 0 everywhere */
+    uint64_t seed;
+    enum zpp_moments_kind kind;
+};
+enum { ZPP_OP_LOW_STEP, ZPP_OP_LOW_STREAM, ZPP_OP_LOW_FIRST, ZPP_OP_LOW_PLACE };
+
+/* The kinds that codes may have, as a set of dtypes: what the first has, which sets `kind`; or all that are allowed,
+ * where that one is not. */
+unsigned zpp_op_low_dtypes(struct zpp_op_low *low, const struct zpp_tensors *codes);
+
+/* A scale for each block of each of `moments` moments, of 8 bits; none of bf16. */
+bool zpp_op_low_check_scales(struct zpp_boxed *args, const struct zpp_op_low *low, const struct zpp_tensors *params,
+                             size_t moments);
+
+/* As many places as parameters, steps from 1, the others from 0. */
+bool zpp_op_low_check_places(struct zpp_boxed *args, const struct zpp_op_low *low, const struct zpp_tensors *params);
+
+int64_t zpp_op_low_place(const struct zpp_op_low *low, size_t param, int which);
+
+/* How the moments of a parameter are held in this step, where there are places. */
+struct zpp_moments zpp_op_low_how(const struct zpp_op_low *low, size_t param);
 
 #endif

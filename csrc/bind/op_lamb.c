@@ -9,7 +9,6 @@
 #include "../ops/lamb/lamb.h"
 #include "op_checks.h"
 #include "op_entries.h"
-#include "op_low.h"
 
 struct lists {
     const struct zpp_tensors *params, *grads, *exp_avgs, *exp_avg_sqs;

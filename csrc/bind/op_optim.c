@@ -13,7 +13,6 @@
 #include "../ops/optim/optim.h"
 #include "op_checks.h"
 #include "op_entries.h"
-#include "op_low.h"
 
 #define COUNT(array) (sizeof(array) / sizeof(array)[0])
 #define FIELD(name) #name, offsetof(struct zpp_optim_segment, name)
