@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from launch import run_ranks
 from warm import free_port
-from zeropp.comm import job_store
+from zeropp.comm import job_store, rendezvous
 from zeropp.comm.job_store import Place
-from zeropp.errors import CommError
+from zeropp.errors import CommError, CommTimeoutError
 
 SOON_S = 5.0
 
@@ -94,6 +94,27 @@ def test_a_store_that_goes_while_ranks_meet(how: str) -> None:
     assert outcomes[1].code == 0, str(outcomes[1])
     assert "store" in outcomes[1].value["text"]
     assert outcomes[1].value["seconds"] < SOON_S
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_ranks_are_counted_only_where_the_store_answers(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    class Store:
+        def add(self, key: str, amount: int) -> int:
+            if not answers:
+                time.sleep(1.0)
+            return 2
+
+    monkeypatch.setattr(rendezvous, "LIMIT_S", 0.2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    if answers:
+        assert rendezvous.all_come("key", "read a parameter")
+        return
+    with pytest.raises(CommTimeoutError, match=r"has not answered for 0\.2 s"):
+        rendezvous.all_come("key", "read a parameter")
 
 
 @pytest.fixture

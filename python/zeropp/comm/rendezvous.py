@@ -208,37 +208,11 @@ def _hint(missing: list[int], ranks: int) -> str:
     return f"Look at {logs(missing)}: {ended} before this point; is WORLD_SIZE={ranks} right?"
 
 
-def all_come(key: str, what: str) -> bool:
-    """Return True if every rank of the default group called this with the same key, False on all of them where one did not in time.
-
-    ``tensor.cpu()`` of a model in shards looks like something that one rank may do alone, and it is a collective. So each rank
-    counts itself in, and the collective begins only when all have. A rank that has waited long enough takes the count below zero
-    in the same step in which it looks whether the others have come; a rank that comes later finds the count there.
-
-    Args:
-        key: fresh for each time, and the same on every rank.
-        what: for the log.
-    """
-    store: Any = dist.distributed_c10d._get_default_store()
-    ranks = dist.get_world_size()
-    reminder = Reminder(f"rank {dist.get_rank()}", LIMIT_S)
-    here = store.add(key, 1)
-    while 0 < here < ranks:
-        waited = reminder.waited_s()
-        if waited > LIMIT_S:
-            return bool(store.add(key, _GONE) == ranks + _GONE)  # all came in this very moment
-        absent = ranks - here
-        reminder.tell(functools.partial("{} more of {} ranks to {}".format, absent, ranks, what))
-        time.sleep(min(0.02, 0.0005 + waited / 20))
-        here = store.add(key, 0)
-    return bool(here > 0)
-
-
 Question = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
 class PatientStore:
-    """``set``, ``get`` and ``check`` of `store`, asked by a thread that ends with the block. One caller at a time.
+    """``set``, ``get``, ``check`` and ``add`` of `store`, asked by a thread that ends with the block. One caller at a time.
 
     Raises:
         zeropp.CommTimeoutError: no answer in time. The thread is left to its question; it holds up no exit.
@@ -295,3 +269,35 @@ class PatientStore:
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", [self.prefix + key for key in keys]))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", self.prefix + key, amount))
+
+
+def all_come(key: str, what: str) -> bool:
+    """Return True if every rank of the default group called this with the same key, False on all of them where one did not in time.
+
+    ``tensor.cpu()`` of a model in shards looks like something that one rank may do alone, and it is a collective. So each rank
+    counts itself in, and the collective begins only when all have. A rank that has waited long enough takes the count below zero
+    in the same step in which it looks whether the others have come; a rank that comes later finds the count there.
+
+    Args:
+        key: fresh for each time, and the same on every rank.
+        what: for the log.
+
+    Raises:
+        zeropp.CommTimeoutError: the store does not answer.
+    """
+    ranks = dist.get_world_size()
+    reminder = Reminder(f"rank {dist.get_rank()}", LIMIT_S)
+    with PatientStore(dist.distributed_c10d._get_default_store(), LIMIT_S, "default") as store:
+        here = store.add(key, 1)
+        while 0 < here < ranks:
+            waited = reminder.waited_s()
+            if waited > LIMIT_S:
+                return store.add(key, _GONE) == ranks + _GONE  # all came in this very moment
+            absent = ranks - here
+            reminder.tell(functools.partial("{} more of {} ranks to {}".format, absent, ranks, what))
+            time.sleep(min(0.02, 0.0005 + waited / 20))
+            here = store.add(key, 0)
+        return here > 0
