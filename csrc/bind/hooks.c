@@ -30,7 +30,7 @@ typedef struct {
     PyObject *call;     /* the module's own _call_impl, or what replaced it (compile) */
     PyObject *units;    /* tuple of Unit */
     PyObject *leaf;     /* tuple of dicts, see hangs_on_output; NULL: not one of torch's leaf modules */
-    bool moves;         /* some of its units do; what else is read in it stays until its backward ends */
+    bool moves;         /* some of its units are released; other units read in it stay until its backward ends */
     PyObject *gate;     /* {0: backward}, shared by all tensors that it is put on */
     PyObject *backward; /* callable: the gate's only entry */
 } Trigger;
@@ -142,7 +142,8 @@ struct open_call {
     bool recompute, grad, outermost, functorch, pushed;
 };
 
-int zpp_py_forget_dead_backward(Zero *zero) {
+/* A backward that ended by an exception never ran its callback. */
+static int forget_dead_backward(Zero *zero) {
     zero->in_backward = false;
     zero->keep_passes = 0;
     zpp_zero_backward_abort(zero->core);
@@ -163,7 +164,7 @@ static int require_one_caller(const Zero *zero) {
 /* Before the outermost forward of a call. */
 static int begin_outermost(Zero *zero, bool grad) {
     if (zpp_stray_is_seen() && zpp_py_call(zero->raise_strays)) return -1;
-    if (zero->in_backward && zpp_py_forget_dead_backward(zero)) return -1;
+    if (zero->in_backward && forget_dead_backward(zero)) return -1;
     if (zpp_py_backward_step_require_ended(zero, "a forward")) return -1;
     if (zero->buffers.where && zpp_py_sync_buffers(zero, grad)) return -1;
     zero->outer_grad = grad;
@@ -417,7 +418,7 @@ static PyObject *zero_unfreeze(PyObject *self, PyObject *arg) {
     const long unit = PyLong_AsLong(arg);
     if (unit == -1 && PyErr_Occurred()) return NULL;
     const bool runs = zpp_py_backward_runs(zero, &task);
-    if (PyErr_Occurred() || (!runs && zero->in_backward && zpp_py_forget_dead_backward(zero))) return NULL;
+    if (PyErr_Occurred() || (!runs && zero->in_backward && forget_dead_backward(zero))) return NULL;
     return zpp_py_result(zpp_zero_unfreeze(zero->core, (int)unit, &err), &err);
 }
 

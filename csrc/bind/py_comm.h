@@ -23,8 +23,6 @@
 /* The communicator of a _C.Comm: borrowed, alive as long as the object is alive and not closed. NULL with TypeError or
  * zeropp.Error set. */
 zpp_comm *zpp_py_comm_get(PyObject *comm);
-/* The region of a _C.Region, as above. */
-zpp_region *zpp_py_region_get(PyObject *region);
 
 /* --- between the files of py_comm -------------------------------------------------------------------------------- */
 

@@ -21,7 +21,8 @@ static PyTypeObject *region_type, *block_type;
 
 /* --- Region ------------------------------------------------------------------------------------------------------ */
 
-zpp_region *zpp_py_region_get(PyObject *object) {
+/* Borrowed; NULL with an error set: not a Region, or a closed one. */
+static zpp_region *region_of(PyObject *object) {
     if (!PyObject_TypeCheck(object, region_type)) {
         PyErr_Format(PyExc_TypeError, "wanted a zeropp._C.Region, not %R", object);
         return NULL;
@@ -60,7 +61,7 @@ PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes) {
 }
 
 static PyObject *region_base(PyObject *object, PyObject *args) {
-    zpp_region *region = zpp_py_region_get(object);
+    zpp_region *region = region_of(object);
     int rank = 0;
     if (!region || !PyArg_ParseTuple(args, "|i", &rank)) return NULL;
     if (rank < 0 || rank >= ((Region *)object)->ranks)
@@ -69,7 +70,7 @@ static PyObject *region_base(PyObject *object, PyObject *args) {
 }
 
 static PyObject *region_trim(PyObject *object, PyObject *args) {
-    zpp_region *region = zpp_py_region_get(object);
+    zpp_region *region = region_of(object);
     Py_ssize_t offset_bytes, bytes;
     if (!region || !PyArg_ParseTuple(args, "nn", &offset_bytes, &bytes)) return NULL;
     const size_t all_bytes = zpp_region_bytes(region);
@@ -83,7 +84,7 @@ static PyObject *region_trim(PyObject *object, PyObject *args) {
 
 static PyObject *region_bytes(PyObject *object, void *closure) {
     (void)closure;
-    zpp_region *region = zpp_py_region_get(object);
+    zpp_region *region = region_of(object);
     return region ? PyLong_FromSize_t(zpp_region_bytes(region)) : NULL;
 }
 

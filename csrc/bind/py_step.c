@@ -17,11 +17,13 @@ static Unit *unit_at(const Zero *zero, Py_ssize_t index) {
     return (Unit *)PyList_GetItem(zero->units, index);
 }
 
-bool zpp_py_is_local(const Zero *zero) {
+/* True if gradients are in p.grad, and not in shards. */
+static bool is_local(const Zero *zero) {
     return zpp_zero_grads_are_local(zero->core);
 }
 
-struct zpp_step_unit *zpp_py_step_unit(const Unit *unit) {
+/* Borrowed; of a sealed Zero. */
+static struct zpp_step_unit *step_unit(const Unit *unit) {
     return &unit->zero->stepper.units[unit->unit->index];
 }
 
@@ -30,7 +32,7 @@ struct zpp_step_unit *zpp_py_step_unit(const Unit *unit) {
 void zpp_py_drop_grads(Unit *unit) {
     for (Py_ssize_t i = 0; unit->grad_refs && i < unit->count; i++) {
         Py_CLEAR(unit->grad_refs[i]);
-        zpp_py_step_unit(unit)->local_grads[i] = NULL;
+        step_unit(unit)->local_grads[i] = NULL;
     }
 }
 
@@ -51,7 +53,7 @@ static int hold_gradient(Unit *unit, Py_ssize_t i) {
         return -1;
     }
     unit->grad_refs[i] = dense;
-    zpp_py_step_unit(unit)->local_grads[i] = PyLong_AsVoidPtr(address);
+    step_unit(unit)->local_grads[i] = PyLong_AsVoidPtr(address);
     Py_DECREF(address);
     return 1;
 }
@@ -72,7 +74,7 @@ int zpp_py_hold_gradients(Unit *unit, bool *any) {
 static PyObject *zero_collect_grads(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
-    if (!zpp_py_is_local(zero)) return PyBool_FromLong(zpp_zero_has_grad(zero->core));
+    if (!is_local(zero)) return PyBool_FromLong(zpp_zero_has_grad(zero->core));
     bool any = false;
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++)
@@ -93,7 +95,7 @@ static PyObject *zero_clear_grads(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
     const Py_ssize_t count = PyList_Size(zero->units);
-    for (Py_ssize_t i = 0; i < count && zpp_py_is_local(zero); i++)
+    for (Py_ssize_t i = 0; i < count && is_local(zero); i++)
         if (unit_at(zero, i)->unit->trainable && zpp_py_forget_gradients(unit_at(zero, i))) return NULL;
     zpp_zero_clear_grads(zero->core);
     Py_RETURN_NONE;
@@ -103,7 +105,7 @@ static PyObject *zero_clear_grads(PyObject *self, PyObject *unused) {
 static PyObject *zero_grads_pending(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
-    return PyBool_FromLong(!zpp_py_is_local(zero) && zpp_zero_grads_pending(zero->core));
+    return PyBool_FromLong(!is_local(zero) && zpp_zero_grads_pending(zero->core));
 }
 
 /* --- norm --------------------------------------------------------------------------------------------------------- */
@@ -199,7 +201,7 @@ static int *group_numbers(const Unit *unit, PyObject *groups) {
 static PyObject *replace_states(const Unit *unit, struct zpp_unit_states states, PyObject *groups) {
     states.groups = group_numbers(unit, groups);
     if (!states.groups) return NULL;
-    struct zpp_unit_states *at = &zpp_py_step_unit(unit)->states;
+    struct zpp_unit_states *at = &step_unit(unit)->states;
     free(at->groups);
     *at = states;
     Py_RETURN_NONE;
@@ -234,7 +236,7 @@ static PyObject *unit_set_states_in_file(PyObject *self, PyObject *args) {
 
 /* set_back_buffer(address): where a delayed step puts the new values of this rank's shard, in the unit's dtype. */
 static PyObject *unit_set_back_buffer(PyObject *self, PyObject *address) {
-    zpp_py_step_unit((Unit *)self)->back_buffer = PyLong_AsVoidPtr(address);
+    step_unit((Unit *)self)->back_buffer = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
 }
@@ -369,7 +371,7 @@ static int make_delayed(Zero *zero) {
 
 /* Local gradients stay alive until the step is over. */
 static int hold_local_gradients(const Zero *zero) {
-    const Py_ssize_t count = zpp_py_is_local(zero) ? PyList_Size(zero->units) : 0;
+    const Py_ssize_t count = is_local(zero) ? PyList_Size(zero->units) : 0;
     for (Py_ssize_t u = 0; u < count; u++) {
         const Unit *unit = unit_at(zero, u);
         for (Py_ssize_t i = 0; i < unit->count; i++)

@@ -36,7 +36,7 @@ typedef struct Unit {
     PyObject *grad_views; /* stage 0: list of tensors over the bucket; else NULL */
     bool is_plain;
     size_t got;          /* gradients that came in this backward */
-    PyObject **grad_refs; /* [count]; keeps local gradients alive, see zpp_py_step_unit */
+    PyObject **grad_refs; /* [count]; keeps local gradients alive, see py_step.c */
 } Unit;
 
 /* A step inside the backward (py_step_in_backward.c). */
@@ -130,7 +130,6 @@ const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, s
 
 /* hooks.c */
 extern PyMethodDef zpp_py_hooks_methods[];
-int zpp_py_forget_dead_backward(Zero *zero); /* one that ended by an exception never ran its callback */
 int zpp_py_hooks_init(PyObject *module);                     /* the types Trigger, ... */
 int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callback, pack, unpack */
 
@@ -160,8 +159,6 @@ void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an excepti
 extern PyMethodDef zpp_py_step_methods[];
 void zpp_py_drop_grads(Unit *unit);
 extern PyMethodDef zpp_py_unit_step_methods[]; /* of Unit */
-bool zpp_py_is_local(const Zero *zero); /* True if gradients are in p.grad, and not in shards. */
-struct zpp_step_unit *zpp_py_step_unit(const Unit *unit); /* borrowed; of a sealed Zero */
 /* Local gradients: hold p.grad, until it is forgotten and None. 0, or -1 with an error set. */
 int zpp_py_hold_gradients(Unit *unit, bool *any);
 int zpp_py_forget_gradients(Unit *unit);

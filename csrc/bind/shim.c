@@ -88,9 +88,7 @@ zpp_status zpp_torch_load(struct zpp_err *err) {
     return ZPP_OK;
 }
 
-bool zpp_torch_loaded(void) { return loaded; }
-
-/* --- kinds ------------------------------------------------------------------------------------------------------- */
+/* --- dtypes ------------------------------------------------------------------------------------------------------ */
 int32_t zpp_torch_dtype_of(zpp_dtype dtype) {
     switch (dtype) {
     case ZPP_F32: return zpp_torch.aoti_torch_dtype_float32();
@@ -107,7 +105,8 @@ int32_t zpp_torch_dtype_of(zpp_dtype dtype) {
     }
 }
 
-zpp_dtype zpp_torch_dtype(int32_t torch_dtype) {
+/* Return the dtype of a number of torch; ZPP_DTYPES for one that we do not have. */
+static zpp_dtype dtype_of(int32_t torch_dtype) {
     int dtype = 0;
     while (dtype < ZPP_DTYPES && zpp_torch_dtype_of((zpp_dtype)dtype) != torch_dtype) dtype++;
     return (zpp_dtype)dtype;
@@ -132,7 +131,7 @@ zpp_status zpp_torch_look(AtenTensorHandle tensor, bool write, struct zpp_tensor
     }
     if (!write) look.data = (void *)(uintptr_t)readable;
     look.elems = (size_t)elems;
-    look.dtype = zpp_torch_dtype(look.torch_dtype);
+    look.dtype = dtype_of(look.torch_dtype);
     *out = look;
     return ZPP_OK;
 }

@@ -49,12 +49,9 @@ extern struct zpp_torch_functions zpp_torch;
 /* Fill the table from the libtorch of this process. NOT_BUILT, with the sentence of an ImportError, where torch was not
  * imported, is older than ZPP_TORCH_OLDEST, or lacks a function. Again is free. */
 zpp_status zpp_torch_load(struct zpp_err *err);
-bool zpp_torch_loaded(void);
 
-/* --- kinds ------------------------------------------------------------------------------------------------------- */
-/* torch's number of a kind to ours; ZPP_DTYPES for one that we do not have. */
-zpp_dtype zpp_torch_dtype(int32_t torch_dtype);
-int32_t zpp_torch_dtype_of(zpp_dtype dtype);
+/* --- dtypes ------------------------------------------------------------------------------------------------------ */
+int32_t zpp_torch_dtype_of(zpp_dtype dtype); /* torch's number; -1 for a dtype without one */
 
 /* --- what C needs to know of a tensor ---------------------------------------------------------------------------- */
 struct zpp_tensor {
