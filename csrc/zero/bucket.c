@@ -26,7 +26,8 @@ void zpp_buckets_fini(struct zpp_buckets *buckets) {
     buckets->used = NULL;
 }
 
-size_t zpp_buckets_take(struct zpp_buckets *buckets, size_t bytes) {
+/* `bytes` is a multiple of ZPP_BUCKET_ALIGN_BYTES. Return the offset, or ZPP_BUCKET_NONE where nothing fits. */
+static size_t take_span(struct zpp_buckets *buckets, size_t bytes) {
     assert(buckets->count < buckets->spans_capacity);
     size_t at = 0, index = 0;
     while (index < buckets->count && buckets->used[index].offset_bytes - at < bytes) {
@@ -43,7 +44,7 @@ size_t zpp_buckets_take(struct zpp_buckets *buckets, size_t bytes) {
     return at;
 }
 
-void zpp_buckets_give(struct zpp_buckets *buckets, size_t offset_bytes) {
+static void give_span(struct zpp_buckets *buckets, size_t offset_bytes) {
     size_t index = 0;
     while (index < buckets->count && buckets->used[index].offset_bytes != offset_bytes) index++;
     assert(index < buckets->count);
@@ -72,7 +73,7 @@ static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
 }
 
 void zpp_bucket_give(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (!grad->at_mapping && !zpp_keeps_buckets(zero)) zpp_buckets_give(&zero->buckets, grad->bucket_offset_bytes);
+    if (!grad->at_mapping && !zpp_keeps_buckets(zero)) give_span(&zero->buckets, grad->bucket_offset_bytes);
     grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
 }
 
@@ -179,7 +180,7 @@ zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct z
     }
     status = stay_in_bound(zero, grad->bucket_bytes, wait, err);
     if (status != ZPP_OK) return status;
-    size_t offset = zpp_keeps_buckets(zero) ? ZPP_BUCKET_NONE : zpp_buckets_take(&zero->buckets, grad->bucket_bytes);
+    size_t offset = zpp_keeps_buckets(zero) ? ZPP_BUCKET_NONE : take_span(&zero->buckets, grad->bucket_bytes);
     grad->at_mapping = offset == ZPP_BUCKET_NONE;
     grad->bucket_offset_bytes = grad->at_mapping ? grad->mapping_offset_bytes : offset;
     if (zero->options.stage == 0 && grad->touched_params) return ZPP_OK; /* p.grad lives here: what was touched stays */

@@ -32,7 +32,8 @@ static struct zpp_call gather_call(const zpp_zero *zero, const struct zpp_unit *
                               .object = zpp_internode_object(zero, unit) };
 }
 
-void zpp_internode_quantise(struct zpp_call *call, const struct zpp_quant_spec *spec) {
+/* Turn a call into the same collective with quantised elements. */
+static void quantise_call(struct zpp_call *call, const struct zpp_quant_spec *spec) {
     call->coll = call->coll == ZPP_COLL_ALL_GATHER ? ZPP_COLL_ALL_GATHER_QUANT : ZPP_COLL_REDUCE_SCATTER_QUANT;
     call->bits = spec->bits;
     call->block_elems = spec->block_elems;
@@ -43,7 +44,7 @@ zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*be
     struct zpp_call call = gather_call(zero, unit);
     call.before = before;
     call.before_ctx = before ? unit : NULL;
-    if (unit->quantised) zpp_internode_quantise(&call, &zero->wire.params);
+    if (unit->quantised) quantise_call(&call, &zero->wire.params);
     return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &unit->gather_work, err);
 }
 
@@ -53,7 +54,8 @@ zpp_status zpp_internode_gather_now(zpp_zero *zero, struct zpp_unit *unit, const
     return zpp_comm_call(zero->options.comm, &call, wait, err);
 }
 
-zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
+/* AGAIN (`wait` NULL) while it runs; then its status, and *work is freed and NULL. */
+static zpp_status await_work(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
     if (!*work) return ZPP_OK;
     if (!wait && !zpp_work_finished(*work)) return ZPP_AGAIN;
     const zpp_status status = zpp_work_wait(*work, wait, err);
@@ -66,7 +68,7 @@ zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, str
 zpp_status zpp_internode_gather_wait(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
                                      struct zpp_err *err) {
     (void)zero;
-    return zpp_internode_await(&unit->gather_work, wait, err);
+    return await_work(&unit->gather_work, wait, err);
 }
 
 void zpp_internode_drop(zpp_comm *comm, zpp_work **work) {
@@ -142,7 +144,7 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
         call.elems = unit->shard_elems;
         if (zpp_wire_quantises_grads(zero)) {
             if (!grad->empty) zpp_wire_clear_gaps(unit, bucket);
-            zpp_internode_quantise(&call, &zero->wire.grads);
+            quantise_call(&call, &zero->wire.grads);
         }
         call.src = sent(zero, grad, bucket);
     }
@@ -214,8 +216,8 @@ static zpp_status await_sum(zpp_zero *zero, struct zpp_unit_grad *grad, const st
     const struct zpp_grad_store *store = zero->store;
     /* it is read while the sum is made */
     zpp_status status = store->load ? store->load(zero, grad, wait, err) : ZPP_OK;
-    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
-    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
+    if (status == ZPP_OK) status = await_work(&grad->internode_flags, wait, err);
+    if (status == ZPP_OK) status = await_work(&grad->internode_sum, wait, err);
     return status == ZPP_OK && store->load_wait ? store->load_wait(zero, grad, wait) : status;
 }
 

@@ -11,7 +11,7 @@
 
 #include "internal.h"
 
-enum { PIECE_ELEMS = 65536, MAX_SOURCES = 256 };
+enum { PIECE_ELEMS = 65536 };
 
 /* An exponent of ones alone means infinite or NaN. Blocks without a way out, so that the compiler makes vectors. */
 #define ANY_NONFINITE(name, type, exponent)                                            \
@@ -32,7 +32,8 @@ ANY_NONFINITE(any_f64, uint64_t, 0x7ff0000000000000u)
 ANY_NONFINITE(any_bf16, uint16_t, 0x7f80u)
 ANY_NONFINITE(any_f16, uint16_t, 0x7c00u)
 
-bool zpp_origin_nonfinite(const void *data, zpp_dtype dtype, size_t elems) {
+/* True if any element is infinite or NaN. Elements that are not floating point are finite. */
+static bool any_nonfinite(const void *data, zpp_dtype dtype, size_t elems) {
     switch (dtype) {
     case ZPP_F32: return any_f32(data, elems);
     case ZPP_F64: return any_f64(data, elems);
@@ -50,7 +51,7 @@ bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, 
         const size_t end = unit->offset_elems[i] + unit->param_elems[i];
         const size_t last = end < begin + elems ? end : begin + elems;
         if (first < last &&
-            zpp_origin_nonfinite((const unsigned char *)data + (first - begin) * bytes, dtype, last - first))
+            any_nonfinite((const unsigned char *)data + (first - begin) * bytes, dtype, last - first))
             return true;
     }
     return false;
@@ -66,7 +67,7 @@ static bool params_nonfinite(const struct zpp_unit *unit, const struct piece *pi
 }
 
 static bool piece_nonfinite(const struct zpp_unit *unit, const struct piece *piece, const void *data, zpp_dtype dtype) {
-    return zpp_origin_nonfinite(data, dtype, piece->elems) && params_nonfinite(unit, piece, data, dtype);
+    return any_nonfinite(data, dtype, piece->elems) && params_nonfinite(unit, piece, data, dtype);
 }
 
 /* Whether a piece, which `data` has, is infinite or NaN anywhere between parameters. */
@@ -76,7 +77,7 @@ static bool gaps_nonfinite(const struct zpp_unit *unit, const struct piece *piec
     for (size_t i = 0; i <= unit->params; i++) {
         const size_t next = i < unit->params && unit->offset_elems[i] < end ? unit->offset_elems[i] : end;
         const unsigned char *from = (const unsigned char *)data + (gap - piece->begin) * bytes;
-        if (next > gap && zpp_origin_nonfinite(from, dtype, next - gap)) return true;
+        if (next > gap && any_nonfinite(from, dtype, next - gap)) return true;
         if (next == end) break;
         const size_t after = unit->offset_elems[i] + unit->param_elems[i];
         if (after > gap) gap = after < end ? after : end;
@@ -134,7 +135,7 @@ uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struc
     const bool look_first = replaces_gaps(unit, sources, &shard, to);
     uint64_t found = 0;
     for (size_t at = 0; at < shard.elems; at += PIECE_ELEMS) {
-        const void *data[MAX_SOURCES];
+        const void *data[ZPP_RANKS_MAX];
         const size_t left = shard.elems - at;
         const struct piece piece = { .begin = shard.begin + at, .elems = left < PIECE_ELEMS ? left : PIECE_ELEMS };
         for (int i = 0; i < sources->count; i++)

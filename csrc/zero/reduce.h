@@ -7,9 +7,8 @@
  * A bucket:   | gradient, elems of grad_dtype | touched, one byte a parameter |     (untouched parameters are zeros)
  * What travels in fewer bits (wire_dtype, or wire.c's quantised copies) is made of it in place, shard by shard.
  *
- * stages 2, 3   the shard is memory of its own, or in a file (grad_file.c); the bucket is given back once every peer
- * has
- *               read it
+ * stages 2, 3   the shard is memory of its own, or in a file (grad_file.c); the bucket is given back once every
+ *               peer has read it
  * stage 1       the bucket stays, and its own shard is the reduced one (4 + 12/N bytes a parameter need that)
  * stage 0       as stage 1, then every rank copies the other reduced shards from where they were made (all-reduce)
  */
@@ -33,9 +32,6 @@ bool zpp_buckets_init(struct zpp_buckets *buckets, size_t units, size_t capacity
 void zpp_buckets_fini(struct zpp_buckets *buckets);
 enum { ZPP_BUCKET_ALIGN_BYTES = 64 };
 #define ZPP_BUCKET_NONE SIZE_MAX
-/* `bytes` is a multiple of ZPP_BUCKET_ALIGN_BYTES. Returns the offset, or ZPP_BUCKET_NONE where nothing fits. */
-size_t zpp_buckets_take(struct zpp_buckets *buckets, size_t bytes);
-void zpp_buckets_give(struct zpp_buckets *buckets, size_t offset_bytes);
 
 struct zpp_unit_grad {
     size_t elem_bytes; /* of the bucket and of `shard`, both of unit->grad_dtype */
@@ -144,11 +140,8 @@ static inline uint64_t zpp_origin_bit(int rank) {
     return (uint64_t)1 << (rank < ZPP_ORIGIN_BITS ? rank : ZPP_ORIGIN_BITS - 1);
 }
 
-/* True if any element is infinite or NaN. Elements that are not floating point are finite. */
-bool zpp_origin_nonfinite(const void *data, zpp_dtype dtype, size_t elems);
-
-/* The same for elements [begin, begin + elems) of the unit, which `data` has, of parameters alone: the memory between
- * them has no defined contents. */
+/* True if any of elements [begin, begin + elems) of the unit, which `data` has, is infinite or NaN. Only parameters are
+ * looked at: the memory between them has no defined contents. */
 bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, zpp_dtype dtype, size_t begin,
                                  size_t elems);
 
