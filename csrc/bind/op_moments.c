@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * torch.ops.zeropp.moments_encode_ and moments_decode_: an optimizer's moment between fp32 and bf16 or 8 bits
- * (csrc/ops/moments), outside of a step: for checkpoints, and for whoever looks. Codes are bfloat16 or uint8 tensors.
+ * (csrc/ops/moments), outside of a step: for checkpoints, and to look at. Codes are bfloat16 or uint8 tensors.
  */
 #include <stdio.h>
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * torch.ops.zeropp.sparse_attention and its backward: read and check tensors, then csrc/ops/sparse_attention. The sizes
- * of (batch, heads, seq, dim) but the first are arguments, since the ABI tells only how many elements there are.
+ * of (batch, heads, seq, dim) but the first are arguments, since the ABI gives only how many elements there are.
  */
 #include <math.h>
 

@@ -171,7 +171,7 @@ void zpp_wire_fini(zpp_zero *zero);
 
 /* True if gathers of sharded units are to read quantised copies. */
 bool zpp_wire_quantises_params(const zpp_zero *zero);
-/* An error where the unit's elements cannot be quantised. */
+/* Return an error where the unit's elements cannot be quantised. */
 zpp_status zpp_wire_check_unit(const struct zpp_unit *unit, struct zpp_err *err);
 /* Part of seal: a place for the quantised copy of this rank's shard, which peers read. make_qcopy fills it, after the
  * shard was written. */
@@ -202,7 +202,7 @@ const void *zpp_wire_aside(zpp_zero *zero, const struct zpp_unit *unit, const vo
 size_t zpp_wire_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
 /* to = (sum of the quantised copies) * factor, or to += that; `elems` of dtype. */
 void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float factor, void *to, zpp_dtype dtype,
-                    bool accumulate, size_t elems);
+                  bool accumulate, size_t elems);
 
 /* --- internode.c -------------------------------------------------------------------------------------------------- */
 static inline bool zpp_internode(const zpp_comm *comm) { return comm && zpp_comm_hosts(comm) > 1; }

@@ -260,7 +260,7 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
     struct zpp_unit *unit = zero->units[index];
     struct zpp_unit_grad *grad = unit->grad;
     if (zero->ranks == 1) return add_alone(zero, grad, param, from, partial, wait, err);
-    if (grad->state == ZPP_GRAD_REDUCING) { /* the binding knows the parameter's name */
+    if (grad->state == ZPP_GRAD_REDUCING) { /* the binding adds the parameter's name */
         char words[ZPP_UNIT_WORDS];
         return zpp_fail(err, ZPP_STATE, "zero: a gradient of %s came after its gradients were reduced",
                         zpp_unit_words(unit, words, sizeof words));

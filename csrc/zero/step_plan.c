@@ -154,7 +154,7 @@ static void bind_moments(const struct zpp_unit_states *states, size_t at, struct
 
 /* Moments in fewer bits. They are never of a unit in a file, so a part is a whole piece. */
 static void bind_low_precision_moments(const struct zpp_unit_states *states, const struct part *part,
-                             struct zpp_optim_segment *segment) {
+                                       struct zpp_optim_segment *segment) {
     const int moments = segment->max_exp_avg_sq ? 3 : 2;
     segment->exp_avg = segment->exp_avg_sq = segment->max_exp_avg_sq = NULL;
     segment->how = (struct zpp_moments){
@@ -364,10 +364,8 @@ void zpp_no_master_step(const struct zpp_no_master_piece *pieces, size_t count, 
     const struct zpp_moments_kernels *kernels = zpp_moments_kernels_of(zpp_cpu_level());
     for (size_t i = 0; i < count; i++) {
         const struct zpp_no_master_piece *piece = &pieces[i];
-        struct no_master_job job = { piece, kernels,
-                           { ZPP_MOMENTS_BF16, piece->first_elems,
-                             zpp_moments_key(0, STREAM_OF_PARAMS + piece->stream, piece->segment.step) },
-                           grad_scale };
+        const uint64_t key = zpp_moments_key(0, STREAM_OF_PARAMS + piece->stream, piece->segment.step);
+        struct no_master_job job = { piece, kernels, { ZPP_MOMENTS_BF16, piece->first_elems, key }, grad_scale };
         const size_t elems = piece->first_elems % TILE_ELEMS + piece->segment.elems;
         zpp_pool_run(pool, (elems + TILE_ELEMS - 1) / TILE_ELEMS, 1, step_tiles, &job);
     }

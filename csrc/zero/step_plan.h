@@ -123,9 +123,9 @@ struct zpp_step_plan {
     size_t flips_count, flips_capacity;
 };
 
-/* `groups` have the rates of each parameter group, and which moments the update has (any address that is not NULL). */
-/* A plan over all units that have gradients; counts a step of each parameter that is stepped. An error leaves nothing
- * to drop. */
+/* Make a plan over all units that have gradients, and count a step of each parameter that is stepped. `groups` have the
+ * rates of each parameter group, and which moments the update has (any address that is not NULL). An error leaves
+ * nothing to drop. */
 zpp_status zpp_step_plan_make(const struct zpp_stepper *stepper, const struct zpp_optim_segment *groups,
                               double grad_scale, bool delayed, struct zpp_step_plan *plan, struct zpp_err *err);
 /* The files of a coordinator that a step reads and writes; `next`: the step is delayed. */

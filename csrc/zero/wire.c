@@ -211,7 +211,7 @@ size_t zpp_wire_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
 }
 
 void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float factor, void *to, zpp_dtype dtype,
-                    bool accumulate, size_t elems) {
+                  bool accumulate, size_t elems) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
     struct zpp_quant_source sources[ZPP_RANKS_MAX];
     assert(count <= ZPP_RANKS_MAX);

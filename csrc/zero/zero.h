@@ -196,8 +196,8 @@ struct zpp_buffer {
     void *data; /* borrowed; NULL: not there, and left alone */
     size_t bytes;
 };
-/* Rank 0's to all; the sizes are those of make_buffers. Rank 0 waits only for ranks that still read the
- * message before. */
+/* Rank 0's to all; the sizes are those of make_buffers. Rank 0 waits only for ranks that still read the message
+ * before. */
 zpp_status zpp_zero_sync_buffers(zpp_zero *zero, const struct zpp_buffer *buffers, size_t count,
                                  const struct zpp_wait *wait, struct zpp_err *err);
 /* Stage 0: where the unit's whole gradient lies, at the parameters' offsets; fixed from seal on. */
@@ -230,8 +230,8 @@ zpp_status zpp_zero_drop_grad(zpp_zero *zero, int unit, struct zpp_err *err);
 void zpp_zero_keep_grads(zpp_zero *zero);
 /* Bring the shard of a unit to memory, once it is reduced, or at the end of that backward. Return the first failure of
  * a read or write before; `fault` is written on status TIER only. */
-bool zpp_zero_loads_grads(const zpp_zero *zero); /* true if that may have to wait for a file */
 zpp_status zpp_zero_grad_load(zpp_zero *zero, int unit, struct zpp_aio_fault *fault, struct zpp_err *err);
+bool zpp_zero_loads_grads(const zpp_zero *zero); /* true if zpp_zero_grad_load may have to wait for a file */
 
 /* --- step (exchange.c) -------------------------------------------------------------------------------------------- */
 /* Collective: returns when no rank reads parameters any more, so that shards may be written. `vote` travels along:

@@ -83,7 +83,7 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
 static void lay_out_stream(const zpp_optim_file *optim_file, struct record_stream *stream, bool master,
-                     uint64_t *used_bytes) {
+                           uint64_t *used_bytes) {
     for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
         const bool has = kind == ZPP_TIER_MASTER ? master
             : optim_file->options.moments >> (kind - ZPP_TIER_EXP_AVG) & 1;

@@ -41,7 +41,7 @@ enum zpp_optim_file_kind {
 };
 
 struct zpp_optim_file_options {
-    struct zpp_scratch_options file; /* which is made */
+    struct zpp_scratch_options file; /* made by seal */
     double fraction;    /* of the bytes that go to the file, above 0 and at most 1 */
     unsigned moments;   /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
     bool backward_step; /* steps are unit by unit (zpp_optim_file_backward_step_unit) */

@@ -144,7 +144,7 @@ static zpp_status finish_write(zpp_optim_file *optim_file, struct optim_file_buf
     return status;
 }
 
-/* The one of a state that has been in it for the shortest or the longest time; NULL: none. */
+/* Return the buffer that has been in a state for the shortest time (`newest`), or for the longest; NULL: none. */
 static struct optim_file_buffer *choose(zpp_optim_file *optim_file, enum optim_file_buffer_state state, bool newest) {
     struct optim_file_buffer *best = NULL;
     for (unsigned i = 0; i < optim_file->options.buffers; i++) {
@@ -172,9 +172,10 @@ static zpp_status read_ahead(zpp_optim_file *optim_file, struct zpp_aio_fault *f
     return ZPP_OK;
 }
 
-/* Empty a buffer: a free one, else the one whose contents are needed last. */
+/* Take a free buffer, else empty one: that of the write that began first, else of the record that is expected last of
+ * those read ahead, else of the record that was changed longest ago. */
 static zpp_status take_empty(zpp_optim_file *optim_file, struct optim_file_buffer **out, struct zpp_aio_fault *fault,
-                            struct zpp_err *err) {
+                             struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     struct optim_file_buffer *buffer = choose(optim_file, BUFFER_FREE, false);
     if (!buffer) buffer = choose(optim_file, BUFFER_WRITING, false);
@@ -258,8 +259,8 @@ static zpp_status step_visit(zpp_optim_file *optim_file, struct optim_file_plan 
     optim_file_plan_bind(optim_file, plan, visit, buffer->memory);
     zpp_optim_step(plan->segments, visit->cuts, grad_scale, pool);
     set_state(optim_file, buffer, BUFFER_DIRTY);
-    if (--optim_file->backward_step.left[visit->stream][visit->chunk] == 0) status = begin_write(optim_file, buffer,
-                                                                                               fault, err);
+    if (--optim_file->backward_step.left[visit->stream][visit->chunk] == 0)
+        status = begin_write(optim_file, buffer, fault, err);
     return status == ZPP_OK ? read_ahead(optim_file, fault, err) : status;
 }
 
@@ -296,8 +297,8 @@ zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct z
         if (optim_file->buffers[i].state == BUFFER_DIRTY)
             status = begin_write(optim_file, &optim_file->buffers[i], fault, err);
     for (unsigned i = 0; i < optim_file->options.buffers && status == ZPP_OK; i++)
-        if (optim_file->buffers[i].state == BUFFER_WRITING) status = finish_write(optim_file, &optim_file->buffers[i],
-                                                                                fault, err);
+        if (optim_file->buffers[i].state == BUFFER_WRITING)
+            status = finish_write(optim_file, &optim_file->buffers[i], fault, err);
     optim_file->backward_step.open = false;
     optim_file->backward_step.next = 0;
     optim_file->steps++;

@@ -81,12 +81,12 @@ struct zpp_unit_file {
     unsigned char *alias;   /* in a shared mapping: see unit_file_mapping.c */
     zpp_stray_area *stray;
     struct unit_file_board *board; /* several ranks only */
-    void *sums_memory;           /* for shared checksums; the same */
+    void *sums_memory;             /* for shared checksums; several ranks only */
     bool opened; /* once */
     struct zpp_scratch_file file; /* aio NULL before open and after close */
     struct unit_file_window windows[ZPP_UNIT_FILE_WINDOWS];
     size_t acquired_bytes, acquired_peak_bytes;
-    _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (rank_file.h) */
+    _Atomic uint64_t load_wait_ns; /* over several hosts the communicator's thread waits (nvme_net.c) */
     _Atomic uint64_t step_wait_ns; /* a delayed step's thread waits */
     uint64_t loads, closed_read_bytes, closed_written_bytes, closed_checked_bytes;
     struct zpp_quant_spec quant; /* bits 0: units are kept as they are */
