@@ -4,8 +4,8 @@
  * all-gather of the servers'. Those two detect ranks that disagree: the sizes of all messages follow from the length
  * and the chunks, and an all-gather compares its length.
  *
- * scratch   | message for shard 0 | shard 1 | ... || message of rank 0 for this rank's shard | rank 1 | ... | each
- * message_bytes long; this rank's message for its own shard is read where it was made
+ * scratch   | message for shard 0 | shard 1 | ... || message of rank 0 for this rank's shard | rank 1 | ... |
+ *           each message_bytes long; this rank's message for its own shard is read where it was made
  */
 #include "onebit.h"
 

@@ -119,8 +119,7 @@ size_t zpp_region_bytes(const zpp_region *region); /* of one part, rounded up to
 void zpp_region_trim(zpp_region *region, size_t offset_bytes, size_t bytes);
 
 /* --- arenas: memory of this rank that its peers map, in blocks. A large collective whose tensor lies in such a block
- * on every rank is read in place, without staging. Local, any thread.
- * ------------------------------------------------------------------ */
+ * on every rank is read in place, without staging. Local, any thread. */
 typedef struct zpp_block zpp_block;
 /* Zeroed at first, old contents when memory is used again; 256-byte aligned, pages from 64 KB on. New; free with
  * zpp_block_free, which may come after the end of the communicator. */

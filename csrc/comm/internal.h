@@ -2,8 +2,8 @@
  *
  * What the files of csrc/comm share: the layout of a rank's control memory and the communicator object.
  *
- * Each rank has one memfd, mapped by all: [struct zpp_control][staging of stage 0][staging of stage 1]. post two
- *   entries, used alternately: a collective's signature and its small payload; `counter` is its sequence
+ * Each rank has one memfd, mapped by all: [struct zpp_control][staging of stage 0][staging of stage 1].
+ *   post      two entries, used alternately: a collective's signature and its small payload; `counter` is its sequence
  *             number. Two are enough because a rank posts s + 2 only after it saw every peer's s + 1, which a peer
  *             posts after it has read s. So every collective must wait for every peer's post.
  *   staged    rounds of staging this rank has filled, per stage; slot = round % ZPP_STAGE_SLOTS
@@ -219,8 +219,7 @@ zpp_status zpp_store_publish(const struct zpp_comm *comm, const struct zpp_store
 zpp_status zpp_store_read(const struct zpp_comm *comm, const struct zpp_store *store, const char *name, int rank,
                           void *entry, size_t *bytes, struct zpp_err *err);
 
-/* --- comm_error.c: why the group ended, and which rank failed
- * ------------------------------------------------------- */
+/* --- comm_error.c: why the group ended, and which rank failed ----------------------------------------------------- */
 /* Return OK, the error that every rank reports from now on, or STATE in a forked child. A few ns. */
 zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
 /* Record a comm error (the first one counts) and return the one that stands. */

@@ -6,9 +6,10 @@
  *
  * The array is cut in one shard a rank; rank r is the server of shard r:
  *
- *   1 worker   compress the rank's array + its worker error, shard by shard 2          all-to-all: shard r of every
- *   rank goes to rank r 3 server   mean of the messages, in rank order, + its server error, compressed again 4
- *   all-gather of the servers' results: the same bits on every rank
+ *   1 worker   compress the rank's array + its worker error, shard by shard
+ *   2          all-to-all: shard r of every rank goes to rank r
+ *   3 server   mean of the messages, in rank order, + its server error, compressed again
+ *   4          all-gather of the servers' results: the same bits on every rank
  *
  * A shard travels as a message, | scales, fp32, one a chunk | bits |, padded to 4 bytes. Bytes that a rank reads from
  * its peers, with M = zpp_onebit_message_bytes of a shard: (N - 1) M in step 2 and (N - 1) M in step 4. That is n/8 of

@@ -4,12 +4,13 @@
  * every rank.
  *
  *   1. Each rank listens on a Unix socket of abstract, random name (nothing in the file system) and puts its endpoint
- *   into the store: host, process, socket name, and a random secret. 2. It reads all endpoints. An endpoint with
- *   another identity (net_address.c) belongs to a rank on another host; net_join.c connects to it. 3. Each pair of
- *   this host connects, higher rank to lower. Both check the user id that the kernel reports for the other end. The
- *   connecting rank sends the listener's secret and receives its own (both can read the store, so both belong to the
- *   job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd that was sent is valid
- *   in every pid namespace.
+ *      into the store: host, process, socket name, and a random secret.
+ *   2. It reads all endpoints. An endpoint with another identity (net_address.c) belongs to a rank on another host;
+ *      net_join.c connects to it.
+ *   3. Each pair of this host connects, higher rank to lower. Both check the user id that the kernel reports for the
+ *      other end. The connecting rank sends the listener's secret and receives its own (both can read the store, so
+ *      both belong to the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd
+ *      that was sent is valid in every pid namespace.
  *
  * The boot id names the running kernel, so containers of one machine agree on it, whatever their host names are.
  * Network namespaces do separate abstract names, so the identity has the namespace in it.

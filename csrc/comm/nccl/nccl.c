@@ -101,7 +101,7 @@ zpp_status zpp_nccl_recv(zpp_nccl *nccl, void *data, size_t bytes, int from, voi
 
 /* --- waiting for works -------------------------------------------------------------------------------------------- */
 
-/* True if it is launched and the group has no error, or if the work is finished, whatever happened to the group. */
+/* Launch the work, if it is not. A finished work is OK, whatever happened to the group afterwards. */
 static zpp_status ready(zpp_nccl_work *work, struct zpp_err *err) {
     struct zpp_nccl *nccl = work->nccl;
     if (work->finished) return ZPP_OK;

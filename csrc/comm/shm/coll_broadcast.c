@@ -2,9 +2,10 @@
  *
  * Broadcast: every rank's data = the root's. Every rank but the root reads `bytes` from the root:
  *
- *   small     payload beside the root's signature in place  the root's tensor lies in an arena: one copy a byte, then
- *   one final phase staged    rounds of ZPP_STAGE_BYTES through the root's slots. The others publish empty rounds, and
- *   the root takes those, so that all counters stay equal.
+ *   small     payload beside the root's signature
+ *   in place  the root's tensor lies in an arena: one copy a byte, then one final phase
+ *   staged    rounds of ZPP_STAGE_BYTES through the root's slots. The others publish empty rounds, and the root takes
+ *             those, so that all counters stay equal.
  */
 #include <string.h>
 

@@ -2,8 +2,10 @@
  *
  * Reduce to one rank, in the order of ranks; the other ranks' tensors stay as they are. The root reads (N - 1) * bytes:
  *
- *   small     payload beside the signature in place  every tensor lies in an arena staged    rounds of
- *   ZPP_STAGE_BYTES; the root publishes empty rounds, and the others take rounds without reading them
+ *   small     payload beside the signature
+ *   in place  every tensor lies in an arena
+ *   staged    rounds of ZPP_STAGE_BYTES; the root publishes empty rounds, and the others take rounds without reading
+ *             them
  */
 #include <string.h>
 

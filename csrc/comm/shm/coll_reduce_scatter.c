@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Reduce-scatter: src holds N shards; dst = shard `rank` combined over all ranks, in rank order. Each rank reads (N -
- * 1) * shard bytes from its peers:
+ * Reduce-scatter: src holds N shards; dst = shard `rank` combined over all ranks, in rank order. Each rank reads
+ * (N - 1) * shard bytes from its peers:
  *
  *   small     all of src beside the signature; one publication, one round of reads
  *   in place  every src lies in an arena: its shards are combined straight from there, then one final phase
- *   staged    rounds: my slot holds, for each peer, the next piece of that peer's shard; combine the pieces of the
- * round before
+ *   staged    rounds: this rank's slot holds, for each peer, the next piece of that peer's shard; the pieces of the
+ *             round before are combined
  */
 #include <string.h>
 

@@ -5,8 +5,9 @@
  *
  *   all_gather   (H - 1) * bytes: from the ranks at its own place on the other hosts; the L received pieces of each
  *                host are then gathered inside
- *   broadcast    bytes, at the lowest rank of each host but the root's all_to_all, gather, scatter   exactly the bytes
- *   that ranks on other hosts send to it barrier      0: frames between the lowest ranks
+ *   broadcast    bytes, at the lowest rank of each host but the root's
+ *   all_to_all, gather, scatter   exactly the bytes that ranks on other hosts send to it
+ *   barrier      0: frames between the lowest ranks
  */
 #include <stdlib.h>
 #include <string.h>

@@ -98,8 +98,7 @@ static struct zpp_hier as_bytes(const struct job *job, const struct zpp_call *ca
     return hier;
 }
 
-/* --- images of all ranks for this one
- * -------------------------------------------------------------------------------- */
+/* --- images of all ranks for this one ----------------------------------------------------------------------------- */
 
 /* One hop: receive the image of every rank for this one into `incoming`. */
 static zpp_status exchange_all(struct job *job, struct zpp_quant_source *sources, struct zpp_err *err) {

@@ -7,9 +7,9 @@
  * 16-bit elements are rounded once per host and once at the end. Bytes over the network per rank that takes part, H
  * hosts with L ranks each (where hosts have different numbers, only the lowest ranks take part, as if L were 1):
  *
- *   all_reduce       small (SMALL_BYTES): (H - 1) * bytes, every host sums everything else 2 (H - 1) / H * bytes / L:
- *                    reduce-scatter and all-gather among the ranks of one place, in one pass: a piece is sent as soon
- *                    as it is summed
+ *   all_reduce       small (SMALL_BYTES): (H - 1) * bytes, every host sums everything;
+ *                    else 2 (H - 1) / H * bytes / L: reduce-scatter and all-gather among the ranks of one place, in one
+ *                    pass: a piece is sent as soon as it is summed
  *   reduce_scatter   (H - 1) * bytes of dst: each host sends its sum of a rank's shard straight to that rank
  *   reduce           (H - 1) * bytes at the root
  *
@@ -24,8 +24,7 @@
 
 enum { SMALL_BYTES = 32 * 1024, STEP_BYTES = 64 * 1024, LINE = ZPP_LINE_BYTES };
 
-/* --- adding received parts
- * ---------------------------------------------------------------------------------------- */
+/* --- adding received parts ---------------------------------------------------------------------------------------- */
 
 /* A sum into `dst` of the hosts' parts, in the order of hosts. Other hosts' parts are received, through rings or
  * whole; this host's part is local. */

@@ -5,7 +5,7 @@
  *
  * Links of a pair of ranks on different hosts, in the order of their slots:
  *   control   comm errors and the farewell; read by the watcher thread only, written by any thread under
- *   `control_link_lock`
+ *             `control_link_lock`
  *   p2p       the byte channel of send and receive (p2p.c); used under p2p.c's lock
  *   data      collectives, by the thread that runs collectives
  */

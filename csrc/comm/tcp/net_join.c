@@ -6,7 +6,7 @@
  *
  *   listener   challenge: magic, rank, 16 random bytes
  *   caller     handshake: magic, rank, slot, 16 random bytes of its own, MAC(secret; 'C', rank, slot, both random
- *   numbers)
+ *              numbers)
  *   listener   answer: magic, MAC(secret; 'L', the same)
  *
  * A connection with a wrong answer, or none within five seconds, is closed; others go on joining meanwhile.
