@@ -41,9 +41,10 @@ zpp_status zpp_host_map_wrapped(zpp_device *device, size_t address_bytes, size_t
     if (base == MAP_FAILED) {
         status = zpp_fail_os(err, errno, "wrapped memory: %zu bytes of addresses cannot be reserved", address_bytes);
     } else {
-        *out = (struct zpp_mapping){base, address_bytes, memory_bytes, ZPP_PAGE_BYTES, NULL};
-        status = map_all(fd, out, err);
-        if (status) zpp_host_unmap_wrapped(device, out);
+        struct zpp_mapping mapping = {base, address_bytes, memory_bytes, ZPP_PAGE_BYTES, NULL};
+        status = map_all(fd, &mapping, err);
+        if (status) zpp_host_unmap_wrapped(device, &mapping);
+        else *out = mapping;
     }
     close(fd); /* the mappings keep the memory */
     return status;
