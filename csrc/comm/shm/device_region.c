@@ -53,6 +53,18 @@ static zpp_status diverged(struct zpp_comm *comm, const struct making *making, i
                          (unsigned long long)theirs->b);
 }
 
+/* Map what one rank sent. */
+static void map_part(struct zpp_device_region *region, int rank, int fd, struct zpp_err *own) {
+    if (fd >= 0) {
+        (void)zpp_peer_cuda_import(region->device, fd, region->bytes, &region->part[rank], own);
+        return;
+    }
+    zpp_fail_rank(own, ZPP_OS, rank,
+                  "comm: the descriptor of rank %d's memory was lost on its way, wanted one for %zu bytes; is this "
+                  "process at its limit of open files (`ulimit -n`)?",
+                  rank, region->bytes);
+}
+
 /* Map the part of one rank. `*own`: OK so far; an error of mapping goes there, because the group goes on after it. */
 static zpp_status take_part(struct zpp_wait_ctx *wait_ctx, struct zpp_device_region *region,
                             const struct making *making, int rank, struct zpp_err *own, struct zpp_err *err) {
@@ -62,9 +74,7 @@ static zpp_status take_part(struct zpp_wait_ctx *wait_ctx, struct zpp_device_reg
         zpp_message_wait(wait_ctx, rank, ZPP_MESSAGE_DEVICE_REGION, making->number, &theirs, &fd, err);
     if (status != ZPP_OK) return status;
     const bool same = theirs.b == making->bytes;
-    if (same && theirs.a == WITH_MEMORY && fd >= 0 && own->status == ZPP_OK) {
-        (void)zpp_peer_cuda_import(region->device, fd, region->bytes, &region->part[rank], own);
-    }
+    if (same && theirs.a == WITH_MEMORY && own->status == ZPP_OK) map_part(region, rank, fd, own);
     if (fd >= 0) close(fd);
     return same ? ZPP_OK : diverged(wait_ctx->comm, making, rank, &theirs, err);
 }
