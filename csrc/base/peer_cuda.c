@@ -10,7 +10,7 @@ zpp_status zpp_peer_cuda_grain(zpp_device *device, size_t *bytes, struct zpp_err
     const zpp_status status =
         zpp_cuda_check_attribute(zpp_cuda_of(device), ZPP_CU_ATTRIBUTE_POSIX_HANDLES,
                                  "exports no memory to other processes (POSIX file descriptors), as in some containers "
-                                 "and for virtual GPUs; wanted one that does; use Comm(gather=\"nccl\")",
+                                 "and for virtual GPUs; wanted one that does; use NCCL's collectives",
                                  err);
     return status ? status : zpp_cuda_grain(device, true, bytes, err);
 }
@@ -75,7 +75,7 @@ static zpp_status cannot_reach(const struct zpp_cuda_device *cuda, CUresult resu
     zpp_cuda_fail(cuda->api, result, &cause, "the driver says");
     return zpp_fail(err, ZPP_NOT_BUILT,
                     "device cuda:%d: %zu bytes of another rank's GPU cannot be mapped (%.200s); wanted GPUs that reach "
-                    "each other (`nvidia-smi topo -p2p r`), in one container; use Comm(gather=\"nccl\")",
+                    "each other (`nvidia-smi topo -p2p r`), in one container; use NCCL's collectives",
                     cuda->ordinal, bytes, cause.text);
 }
 

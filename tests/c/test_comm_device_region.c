@@ -122,7 +122,7 @@ static void over_hosts(struct test_rank *me) {
     struct rig rig = new_rig(me);
     zpp_device_region *region = NULL;
     CHECK_FAILS(zpp_device_region_create(me->comm, rig.device, BYTES, &region, &err), ZPP_NOT_BUILT,
-                "which are on 2 hosts; memory is shared within one host only; use Comm(gather=\"nccl\")");
+                "which are on 2 hosts; memory is shared within one host only; use NCCL's collectives");
     CHECK_FAILS(zpp_device_region_create(me->comm, rig.device, 0, &region, &err), ZPP_INVALID,
                 "a device region of 0 bytes, wanted at least 1");
     test_join(me);

@@ -93,7 +93,7 @@ static zpp_status agree(struct zpp_wait_ctx *wait_ctx, const struct making *maki
         zpp_fail_rank(own, ZPP_NOT_BUILT, r,
                       "comm: rank %d of group \"%s\" has no memory left on its GPU or cannot map its peers' (its own "
                       "error says which), so that ranks cannot share %zu bytes each; wanted all to map all; use "
-                      "Comm(gather=\"nccl\")",
+                      "NCCL's collectives",
                       r, comm->name, making->bytes);
     }
     return status;
@@ -116,7 +116,7 @@ static zpp_status exchange(struct zpp_comm *comm, struct zpp_device_region *regi
     return status == ZPP_OK ? agree(&wait_ctx, making, own, err) : status;
 }
 
-/* Fill the parts on CUDA. A rank whose device cannot export memory takes part too, so that the others hear of it. */
+/* Fill the parts on CUDA. A rank whose device cannot export memory takes part too, so that the others get an error. */
 static zpp_status make_parts(struct zpp_comm *comm, struct zpp_device_region *region, size_t bytes,
                              struct zpp_err *err) {
     const struct making making = {++comm->regions, bytes};
@@ -138,7 +138,7 @@ static zpp_status check(const struct zpp_comm *comm, size_t bytes, struct zpp_er
     if (!comm->net) return ZPP_OK;
     return zpp_fail(err, ZPP_NOT_BUILT,
                     "comm: memory of GPUs for all ranks of group \"%s\", which are on %d hosts; memory is shared "
-                    "within one host only; use Comm(gather=\"nccl\")",
+                    "within one host only; use NCCL's collectives",
                     comm->name, zpp_comm_hosts(comm));
 }
 
