@@ -183,7 +183,7 @@ static const struct zpp_device_fill cuda_fill = {
     .sync = zpp_cuda_sync,
 };
 
-/* Of `queues`, whose streams and events device_cuda_*.c call by their own names. */
+/* The table of `queues`, without functions: device_cuda_*.c call those of device_host.h directly. */
 static const struct zpp_device_fill queue_fill = {.name = "cuda"};
 
 static zpp_status open_ordinal(struct zpp_cuda_device *cuda, int ordinal, struct zpp_err *err) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What every file of the device cuda stands on: its context, its counts of bytes, what its driver can do.
+ * What the files of the device cuda share: its context, its counts of bytes, what its driver can do.
  *
  * Every call makes the context current for its own duration only, and not at all where it is current already, because
  * the thread belongs to torch.
@@ -31,7 +31,7 @@ void zpp_cuda_count(struct zpp_cuda_device *cuda, enum zpp_cuda_use use, ptrdiff
 }
 
 zpp_status zpp_cuda_fail_alloc(struct zpp_cuda_device *cuda, CUresult result, const char *what, size_t bytes,
-                            struct zpp_err *err) {
+                               struct zpp_err *err) {
     size_t free_bytes = 0, total_bytes = 0;
     if (result != ZPP_CU_OUT_OF_MEMORY || cuda->api->cuMemGetInfo(&free_bytes, &total_bytes) != ZPP_CU_SUCCESS) {
         char text[128];

@@ -2,7 +2,8 @@
  *
  * Events of the device cuda. An event of a stream without a queue is a native event. One that is recorded on a queue is
  * at first "not enqueued": an event of the host queue stands for the moment at which the queue has recorded the native
- * one. Who waits, waits for both: a queue by operations of its own, a stream without a queue by driving that queue.
+ * one. A wait is for both events: a queue waits by operations of its own, and the caller of a stream without a queue
+ * drives the queue of the event.
  */
 #include <stdlib.h>
 #include <string.h>

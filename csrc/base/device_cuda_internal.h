@@ -69,7 +69,7 @@ void zpp_cuda_count(struct zpp_cuda_device *cuda, enum zpp_cuda_use use, ptrdiff
 /* Return NOMEM, with who holds what, if `result` says that memory ran out; else what zpp_cuda_fail returns. `what` is
  * the object that wanted `bytes`, such as "memory of gathered units". */
 zpp_status zpp_cuda_fail_alloc(struct zpp_cuda_device *cuda, CUresult result, const char *what, size_t bytes,
-                            struct zpp_err *err);
+                               struct zpp_err *err);
 
 /* The properties of memory of this device; `exported`: which other processes may map. */
 CUmemAllocationProp zpp_cuda_properties(const struct zpp_cuda_device *cuda, bool exported);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Kernels of the device cuda: the embedded images are loaded into its context with the first kernel that is asked for.
+ * Kernels of the device cuda: the embedded images are loaded into its context when the first kernel is looked up.
  */
 #include <stdlib.h>
 #include <string.h>

@@ -17,15 +17,16 @@ struct zpp_peer_memory {
     bool own;        /* made here, and so counted here */
 };
 
-/* What sizes are multiples of. NOT_BUILT where the driver cannot export memory (some containers and virtual GPUs). */
+/* Return the bytes that sizes are multiples of. NOT_BUILT where the driver cannot export memory (some containers and
+ * virtual GPUs). */
 zpp_status zpp_peer_cuda_grain(zpp_device *device, size_t *bytes, struct zpp_err *err);
-/* Make `bytes` of memory, not initialised, and a descriptor for peers: the caller's to close. */
+/* Make `bytes` of memory, not initialised, and a descriptor for peers, which the caller closes. */
 zpp_status zpp_peer_cuda_create(zpp_device *device, size_t bytes, struct zpp_peer_memory *out, int *fd,
                                 struct zpp_err *err);
 /* Map a peer's. NOT_BUILT if this GPU cannot reach the other one. The caller still owns `fd`. */
 zpp_status zpp_peer_cuda_import(zpp_device *device, int fd, size_t bytes, struct zpp_peer_memory *out,
                                 struct zpp_err *err);
-/* After all work on it; the memory itself lives until the last process unmaps it. Nothing if there is none. */
+/* Unmap it, after all work on it; the memory itself lives until the last process unmaps it. NULL base is fine. */
 void zpp_peer_cuda_unmap(zpp_device *device, struct zpp_peer_memory *memory);
 
 #endif

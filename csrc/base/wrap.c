@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * wrap.h: which units meet, and the order of their uses. A unit's uses of its memory are ordered by one event, which is
- * recorded at its release. Whoever takes the memory next waits for it; later takers wait for that one, by the streams.
+ * wrap.h: which units meet, and the order of their uses. Each unit has one event, which is recorded at its release. A
+ * unit that is taken waits for its own event and for those of all units that it meets.
  */
 #include "wrap.h"
 
@@ -143,6 +143,7 @@ size_t zpp_wrap_own_bytes(const zpp_wrap *wrap) { return wrap->own_bytes; }
 zpp_status zpp_wrap_take(zpp_wrap *wrap, int unit, zpp_stream *stream, int *blocker, struct zpp_err *err) {
     struct unit *taken = &wrap->units[unit];
     const int meets = taken->own ? 0 : taken->meets_count;
+    *blocker = -1;
     if (taken->whole) return ZPP_OK;
     for (int i = 0; i < meets; i++) {
         const struct unit *other = &wrap->units[taken->meets[i]];

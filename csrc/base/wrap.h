@@ -43,8 +43,10 @@ size_t zpp_wrap_memory_bytes(const zpp_wrap *wrap);     /* R as it is; 0 under Z
 size_t zpp_wrap_own_bytes(const zpp_wrap *wrap);        /* of units with memory of their own: the plan counts them */
 bool zpp_wrap_meet(const zpp_wrap *wrap, int a, int b);
 
-/* Order `stream`, which will write the unit, after all that used its memory. AGAIN: unit `*blocker` is whole and meets
- * it; nothing was done. A unit that is whole already is taken again at no cost. */
+/* Order `stream`, which will write the unit, after all that used its memory. A unit that is whole already is taken
+ * again at no cost. AGAIN: it was not taken. Unit `*blocker` is whole and meets it; or, where that is -1, an earlier
+ * release is still in a host queue (HOST and THREAD streams of cuda) or not complete (HOST streams of cpu): poll the
+ * stream that released, then try again. */
 zpp_status zpp_wrap_take(zpp_wrap *wrap, int unit, zpp_stream *stream, int *blocker, struct zpp_err *err);
 /* Record that the operations of `stream` so far are the last that use the unit. */
 zpp_status zpp_wrap_release(zpp_wrap *wrap, int unit, zpp_stream *stream, struct zpp_err *err);
