@@ -2,8 +2,9 @@
 """Builds zeropp: every csrc/**/*.c becomes one extension, ``zeropp._C``.
 
 One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_avx512.c``, ``*_pclmul.c``), everything else is
-common. ``*_isa.c`` is compiled once for each instruction set (csrc/ops/isa.h). torch is not imported and not needed: what
-the extension uses of libtorch it looks up when it is imported. Python is used through its limited API, so one wheel (cp310-abi3) serves every Python >= 3.10.
+common. ``*_isa.c`` is compiled once for each instruction set (csrc/ops/isa.h). torch is not imported and not needed:
+what the extension uses of libtorch it looks up when it is imported. Python is used through its limited API, so one
+wheel (cp310-abi3) serves every Python >= 3.10.
 
 Found and used when present, left out when absent: nvcc (``*_cuda.cu`` become fat binaries inside the extension; the
 extra ``cuda`` brings one from PyPI) and liburing (linked statically). Variables: ``CC``, ``CFLAGS``, ``LDFLAGS`` as
@@ -51,7 +52,7 @@ ISA_FLAGS = {
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last for what comes after
-# What `ptxas -v` says of a kernel, on two lines.
+# `ptxas -v` reports a kernel on two lines.
 COMPILED = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -121,7 +122,7 @@ def needs_kernels() -> bool:
 
 
 def nvcc_path() -> str | None:
-    """The variable, a toolkit of this machine, or what the wheels of the extra ``cuda`` put beside Python's packages."""
+    """Return the path of nvcc: of ``NVCC``, a toolkit of this machine or the extra ``cuda``; None without one."""
     if "NVCC" in os.environ:
         return os.environ["NVCC"] or None
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
