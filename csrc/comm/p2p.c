@@ -53,9 +53,8 @@ struct peer {
     void *out, *in;
     struct zpp_transfer *sends, **sends_end;
     struct early *early, **early_end;
-    /* The incoming message: its header is `coming`; its bytes go to a transfer, to an early message, or (both NULL)
-     * are discarded.
-     */
+    /* The incoming message. If `coming`, its header is complete; its bytes go to a transfer, to an early message, or
+     * (both NULL) are discarded. */
     bool coming;
     struct header header;
     size_t got_bytes;
@@ -97,9 +96,7 @@ static zpp_status check_size(struct zpp_p2p *p2p, struct zpp_transfer *transfer,
     if (transfer->header.bytes == bytes) return ZPP_OK;
     return zpp_fail_rank(&transfer->err, ZPP_PEER, source,
                          "comm: rank %d sent %zu bytes with tag %" PRIu64
-                         " to rank %d of group \"%s\", whose receive expects %" PRIu64
-                         "; both must be "
-                         "one size",
+                         " to rank %d of group \"%s\", whose receive expects %" PRIu64 "; both must be one size",
                          source, bytes, transfer->header.tag, p2p->comm->rank, p2p->comm->name, transfer->header.bytes);
 }
 
@@ -457,8 +454,7 @@ static zpp_status ready(struct zpp_comm *comm, int peer, struct zpp_err *err) {
 }
 
 /* Start a transfer that was put into its list: move what can move now, and start the group's thread for the rest.
- * Called with the lock held.
- */
+ * Called with the lock held. */
 static zpp_status start(struct zpp_p2p *p2p, const struct zpp_transfer *transfer, struct zpp_err *err) {
     (void)progress(p2p);
     if (transfer->status != ZPP_AGAIN) return ZPP_OK;

@@ -42,8 +42,7 @@ zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_me
         memcpy(CMSG_DATA(head), &fd, sizeof fd);
     }
     /* Sockets do not block. Control messages are few and short, so a full buffer means that a peer has ignored dozens
-     * of them.
-     */
+     * of them. */
     if (sendmsg(comm->peer[rank].socket, &message, MSG_NOSIGNAL) == (ssize_t)sizeof copy) return ZPP_OK;
     if (errno == EPIPE || errno == ECONNRESET || errno == ENOTCONN)
         return zpp_comm_fail(comm, ZPP_PEER, rank, err,

@@ -132,8 +132,7 @@ static zpp_status diverged(struct run *run, const struct zpp_flow *flow, const s
     if (came->what == wanted->what && came->elems == wanted->elems && came->seq == wanted->seq)
         return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err,
                              "comm: in %s #%" PRIu64 " of group \"%s\" rank %d sends %" PRIu64 " bytes to rank %d, "
-                             "which "
-                             "expects %" PRIu64 "; the split sizes of the two must agree",
+                             "which expects %" PRIu64 "; the split sizes of the two must agree",
                              mine, wanted->seq, comm->name, flow->peer, came->bytes, comm->rank, wanted->bytes);
     const bool first = comm->rank < flow->peer; /* both sides report the same text */
     return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err,

@@ -366,8 +366,8 @@ static zpp_status await_higher(struct joining *joining, struct zpp_err *err) {
                 reject(stranger);
         }
         if (ready > 0 && polled[0].revents) accept_strangers(joining);
-        /* After every poll: strangers, or a listener without a free descriptor, make it return at once again and again.
-         */
+        /* After every poll: strangers, or a listener without a free descriptor, make it return at once again and
+         * again. */
         const zpp_status status = zpp_wait_check(&joining->wait_ctx, missing, false, err);
         if (status != ZPP_OK) return status;
     }

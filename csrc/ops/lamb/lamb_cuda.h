@@ -25,7 +25,7 @@ struct zpp_lamb_cuda_segment {
     double lr, trust_least, trust_most;
     struct zpp_lamb_consts consts; /* its rate is found on the device */
     uint32_t first_block;          /* of the launch's blocks of 4096 elements */
-    uint8_t grad_dtype, out_dtype;   /* element_cuda.h */
+    uint8_t grad_dtype, out_dtype; /* element_cuda.h */
 };
 
 struct zpp_lamb_cuda_batch {

@@ -132,8 +132,8 @@ V16_FN void decode_as(const enum zpp_fp8_format format, float scale, const uint8
     }
 }
 
-/* Kinds as constants. */
-#define EACH_DTYPE(dtype, call)        \
+/* Dtypes as constants. */
+#define EACH_DTYPE(dtype, call)       \
     switch (dtype) {                  \
     case ZPP_BF16: call(ZPP_BF16);    \
     case ZPP_F16: call(ZPP_F16);      \
