@@ -18,10 +18,16 @@ struct zpp_cuda_block {
 };
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
-static void forget_block(struct zpp_cuda_device *cuda, struct zpp_cuda_block **link) {
+static struct zpp_cuda_block *take_block(struct zpp_cuda_device *cuda, struct zpp_cuda_block **link) {
     struct zpp_cuda_block *block = *link;
     *link = block->next;
     cuda->held_bytes[ZPP_CUDA_BLOCKS] -= block->bytes;
+    return block;
+}
+
+/* Without the lock: cuMemFree waits for the streams of the device, and they may wait for what another thread has still
+ * to enqueue. */
+static void free_block(const struct zpp_cuda_device *cuda, struct zpp_cuda_block *block) {
     cuda->api->cuMemFree(block->start);
     free(block);
 }
@@ -60,8 +66,9 @@ static void cuda_free(zpp_device *device, void *memory, size_t bytes) {
     pthread_mutex_lock(&cuda->lock);
     struct zpp_cuda_block **link = &cuda->blocks;
     while (*link && (*link)->aligned != (uintptr_t)memory) link = &(*link)->next;
-    if (*link) forget_block(cuda, link);
+    struct zpp_cuda_block *block = *link ? take_block(cuda, link) : NULL;
     pthread_mutex_unlock(&cuda->lock);
+    if (block) free_block(cuda, block);
     zpp_cuda_leave(cuda, pushed);
 }
 
@@ -144,7 +151,7 @@ static void cuda_destroy(zpp_device *device) {
     struct zpp_cuda_device *cuda = zpp_cuda_of(device);
     bool pushed;
     if (!zpp_cuda_enter(cuda, &pushed, NULL)) {
-        while (cuda->blocks) forget_block(cuda, &cuda->blocks);
+        while (cuda->blocks) free_block(cuda, take_block(cuda, &cuda->blocks));
         zpp_cuda_forget_marks(cuda);
         zpp_cuda_forget_kernels(cuda);
         zpp_cuda_leave(cuda, pushed);
