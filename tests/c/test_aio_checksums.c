@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Checksums of files: the table against a plain model of it, and engines that meet bytes which nobody wrote.
+ * Checksums of files: the table against a plain model of it, and engines that meet bytes which they did not write.
  */
 #include "aio_common.h"
 
@@ -79,7 +79,7 @@ static void check_table(zpp_checksums *sums) {
         if (known) CHECK(bad.offset_bytes <= flipped && flipped < bad.offset_bytes + bad.bytes);
         if (known) CHECK(bad.read != bad.wrote);
         if (known) CHECK(model.fragment[bad.offset_bytes] == fragment && bad.bytes <= PAGE);
-        /* Nobody asks for a byte of that fragment: nobody hears of it. */
+        /* A read of no byte of that fragment does not report it. */
         const size_t other = next(FILE_BYTES);
         if (model.fragment[other] != fragment)
             CHECK(zpp_checksums_check(sums, 0, model.data, FILE_BYTES, other, 1, &checked, &bad));

@@ -60,7 +60,7 @@ static zpp_status put(void *arg, void *native, const struct zpp_wait *wait, stru
     return ZPP_OK;
 }
 
-/* Waits until a flag is set by somebody else: AGAIN when only tried. */
+/* Wait until another thread sets a flag: AGAIN when only tried. */
 struct gate_arg {
     _Atomic int *open;
     _Atomic int *tries;
@@ -168,7 +168,7 @@ static void recording_again(zpp_device *device) {
     zpp_stream_destroy(waiting);
 }
 
-/* A failed operation: nothing more runs, everybody who depends on it hears the first cause. */
+/* After a failed operation nothing more runs, and all that depends on it returns the first cause. */
 static void errors_stay(zpp_device *device) {
     struct zpp_err err = ZPP_ERR_INIT;
     for (int kind = 0; kind < KINDS; ++kind) {

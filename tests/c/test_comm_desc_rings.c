@@ -138,7 +138,7 @@ static void ring_tries(struct test_rank *me) {
     CHECK_FAILS(zpp_desc_ring_read(ring, peer, 1000, NULL, &hasty, NULL, &err), ZPP_TIMEOUT,
                 "descriptor #1000 of descriptor ring \"tries\"");
     CHECK_EQUAL(err.rank, peer);
-    /* whoever uses the descriptor ring has words for what it is for, and no number is in the message */
+    /* the user of the descriptor ring describes what it is for, and no number is in the message */
     char counter[] = "reduce";
     const struct zpp_desc expect = {.kind = 1, .object = 7};
     zpp_desc_ring_set_describe(ring, describe, counter);

@@ -193,7 +193,7 @@ static void messages(struct test_rank *me) {
         unsigned char *from = malloc(bytes + 1), *to = malloc(bytes + 1);
         zpp_transfer *sends[TEST_RANKS_MAX] = {0};
         memset(from, me->rank + 1, bytes);
-        for (int r = 0; r < me->ranks; r++) /* all send first: nobody may block */
+        for (int r = 0; r < me->ranks; r++) /* all send first: no send may block */
             if (r != me->rank) CHECK_OK(zpp_comm_send(me->comm, from, bytes, r, 5, &sends[r], &err));
         for (int k = 1; k < me->ranks; k++) {
             zpp_transfer *transfer = NULL;
@@ -275,8 +275,8 @@ static void a_rank_leaves(void) {
     run_hosts("aab", leaves, NULL);
 }
 
-/* Who waits inside a host waits as long as asked, who waits for another host a second longer. So the failed rank is
- * named, whoever speaks. */
+/* A wait inside a host lasts for the timeout, a wait for another host a second longer. So the failed rank is named,
+ * whichever rank reports it. */
 static void late(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     const int failed_rank = me->ranks - 1;

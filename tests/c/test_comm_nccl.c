@@ -118,7 +118,7 @@ static void moves(struct test_rank *me, struct gpu *gpu) {
     now(gpu, &(struct zpp_call){.coll = ZPP_COLL_BARRIER});
 }
 
-/* Rank a sends b 1 + a + b bytes of value a * 10 + b, but nobody sends itself anything. */
+/* Rank a sends b 1 + a + b bytes of value a * 10 + b, but no rank sends itself anything. */
 static void pieces(struct test_rank *me, struct gpu *gpu) {
     uint8_t out[RANKS][8], in[RANKS][8] = {{0}};
     void *dsts[RANKS];
@@ -213,7 +213,7 @@ static void streams_are_ordered_by_events(void) {
     nothing_is_left(0);
 }
 
-/* Round the ring, sends before receives; each size has its own pair. Then one that nobody waits for. */
+/* Round the ring, sends before receives; each size has its own pair. Then one that no rank waits for. */
 static void ring_body(struct test_rank *me) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct gpu gpu;

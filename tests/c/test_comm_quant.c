@@ -206,7 +206,7 @@ static void gather_over_hosts(struct test_rank *me, const struct what *what) {
     free(dst);
 }
 
-/* Images that one rank gets from elsewhere when slices are reduced. */
+/* Images that one rank gets from other hosts when shards are reduced. */
 static uint64_t images_for(const struct what *what, int rank) {
     if (two_hops(what)) return (uint64_t)hosts_of(what) - 1;
     return (uint64_t)((int)strlen(what->hosts) - ranks_on(what, what->hosts[rank]));
@@ -254,11 +254,11 @@ static void expected_slice(const struct test_rank *me, const struct what *what, 
     const struct zpp_quant_spec spec = spec_of(what);
     const int node_ranks = what->node_ranks ? what->node_ranks : me->ranks, nodes = me->ranks / node_ranks;
     const float mean = 1.0f / (float)me->ranks;
-    struct zpp_quant_target slices[TEST_RANKS_MAX], sums[TEST_RANKS_MAX];
+    struct zpp_quant_target shards[TEST_RANKS_MAX], sums[TEST_RANKS_MAX];
     struct zpp_quant_source from[TEST_RANKS_MAX], nodes_from[TEST_RANKS_MAX];
     for (int r = 0; r < me->ranks; r++) {
-        slices[r] = quantised(what, r, (size_t)me->rank * what->elems, what->elems);
-        from[r] = source_of(&slices[r]);
+        shards[r] = quantised(what, r, (size_t)me->rank * what->elems, what->elems);
+        from[r] = source_of(&shards[r]);
     }
     if (nodes == 1 || node_ranks == 1) {
         zpp_quant_sum(&spec, from, (size_t)me->ranks, mean, wanted, what->dtype, what->elems, NULL);
@@ -272,7 +272,7 @@ static void expected_slice(const struct test_rank *me, const struct what *what, 
         zpp_quant_sum(&spec, nodes_from, (size_t)nodes, mean, wanted, what->dtype, what->elems, NULL);
         for (int node = 0; node < nodes; node++) drop(&sums[node]);
     }
-    for (int r = 0; r < me->ranks; r++) drop(&slices[r]);
+    for (int r = 0; r < me->ranks; r++) drop(&shards[r]);
 }
 
 static void reduce_scatter(struct test_rank *me, const struct what *what) {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A ZeRO-3 in which no host waits, not even for other ranks, on the simulated GPU. Copies pull the peers' slices, one
+ * A ZeRO-3 in which no host waits, not even for other ranks, on the simulated GPU. Copies pull the peers' shards, one
  * kernel sums the peers' buckets in rank order, and the order between ranks is counters that streams write and wait
  * for:
  *
- *   gather   await written[p] (p's slices are of this step), await the memory; copy slices
+ *   gather   await written[p] (p's shards are of this step), await the memory; copy shards
  *   compute  await the gather; use it. In the backward: await taken[p] (my bucket is free), gradient -> bucket,
  *            signal posted[me]
  *   reduce   await posted[p]; sum in rank order; signal taken[me]. After the last: update, signal written[me]
@@ -23,7 +23,7 @@ enum { HANG_MS = 300, LONG_MS = 20000 };
 static const uint64_t RELEASED = UINT64_C(1) << 62; /* not the largest number: the comparison is cyclic */
 
 static int ranks;
-static float slices[MOST][UNITS][ELEMS], buckets[MOST][BUCKETS][MOST * ELEMS], grads[MOST][UNITS][ELEMS];
+static float shards[MOST][UNITS][ELEMS], buckets[MOST][BUCKETS][MOST * ELEMS], grads[MOST][UNITS][ELEMS];
 static float full[MOST][SLOTS][MOST * ELEMS], state[MOST];
 static uint64_t written[MOST], posted[MOST], taken[MOST];
 static int halted; /* a rank is dead: kernels behind released waits look here first */
@@ -76,7 +76,7 @@ static void sum_buckets(void *arg) {
 static void update(void *arg) {
     const struct job *job = arg;
     for (int u = 0; u < UNITS && !__atomic_load_n(&halted, __ATOMIC_ACQUIRE); u++) {
-        for (int i = 0; i < ELEMS; i++) slices[job->rank][u][i] -= 0.01f * grads[job->rank][u][i];
+        for (int i = 0; i < ELEMS; i++) shards[job->rank][u][i] -= 0.01f * grads[job->rank][u][i];
     }
     free(arg);
 }
@@ -103,7 +103,7 @@ static void gather(int r, int unit, int visit, int step, enum mutant without) {
     if (visit % (2 * UNITS) == 0 && without != WRITTEN) await_all(me->gather, written, (uint64_t)step);
     if (visit >= SLOTS && without != MEMORY) SIM(sim_stream_wait)(me->gather, me->released[slot]);
     for (int p = 0; p < ranks; p++) {
-        SIM(sim_enqueue_copy)(me->gather, full[r][slot] + p * ELEMS, slices[p][unit], sizeof slices[p][unit]);
+        SIM(sim_enqueue_copy)(me->gather, full[r][slot] + p * ELEMS, shards[p][unit], sizeof shards[p][unit]);
     }
     SIM(sim_event_record)(me->gathered[slot], me->gather);
     if (without != GATHERED) SIM(sim_stream_wait)(me->compute, me->gathered[slot]);
@@ -149,7 +149,7 @@ static void one_step(int r, int step, enum mutant without, bool dies) {
 static void reset(void) {
     for (int r = 0; r < ranks; r++)
         for (int u = 0; u < UNITS; u++)
-            for (int i = 0; i < ELEMS; i++) slices[r][u][i] = (float)((r * 131 + u * 17 + i * 7) % 23) / 23 - 0.4f;
+            for (int i = 0; i < ELEMS; i++) shards[r][u][i] = (float)((r * 131 + u * 17 + i * 7) % 23) / 23 - 0.4f;
     memset(buckets, 0xff, sizeof buckets);
     memset(grads, 0xff, sizeof grads);
     memset(full, 0xff, sizeof full);
@@ -166,7 +166,7 @@ static struct job *job_of(struct job like) {
 }
 
 static void copy_unit(int r, int unit) {
-    for (int p = 0; p < ranks; p++) memcpy(full[r][0] + p * ELEMS, slices[p][unit], sizeof slices[p][unit]);
+    for (int p = 0; p < ranks; p++) memcpy(full[r][0] + p * ELEMS, shards[p][unit], sizeof shards[p][unit]);
 }
 
 static void plain_loops(float wanted[MOST][UNITS][ELEMS]) {
@@ -186,7 +186,7 @@ static void plain_loops(float wanted[MOST][UNITS][ELEMS]) {
         }
         for (int r = 0; r < ranks; r++) update(job_of((struct job){.rank = r, .step = step}));
     }
-    memcpy(wanted, slices, sizeof slices);
+    memcpy(wanted, shards, sizeof shards);
 }
 
 /* Bit n of `schedule` is the n-th of all ranks' streams. */
@@ -231,7 +231,7 @@ static unsigned wrong_schedules(enum mutant without, unsigned stride) {
     for (unsigned schedule = 0; schedule < 1u << STREAMS * ranks; schedule += stride) {
         enqueue_steps(schedule, without, -1);
         CHECK(SIM(sim_finish_within)(LONG_MS, stuck, sizeof stuck));
-        wrong += memcmp(slices, wanted, sizeof slices) != 0;
+        wrong += memcmp(shards, wanted, sizeof shards) != 0;
     }
     return wrong;
 }
@@ -270,9 +270,9 @@ static void a_dead_rank_ends_the_waits_for_it(void) {
     uint64_t *const counters[] = {&written[DEAD], &posted[DEAD], &taken[DEAD]};
     for (int i = 0; i < 3; i++) __atomic_store_n(counters[i], RELEASED, __ATOMIC_RELEASE);
     float before[UNITS][ELEMS];
-    memcpy(before, slices[0], sizeof before);
+    memcpy(before, shards[0], sizeof before);
     CHECK(SIM(sim_finish_within)(LONG_MS, stuck, sizeof stuck));
-    CHECK(memcmp(before, slices[0], sizeof before) == 0); /* no update from garbage */
+    CHECK(memcmp(before, shards[0], sizeof before) == 0); /* no update from garbage */
 }
 
 int main(int argc, char **argv) {

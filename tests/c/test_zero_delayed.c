@@ -367,7 +367,7 @@ static void equals_its_arithmetic_in_files(void) {
     remove_folder();
 }
 
-/* Every read and write of a step fails once: whoever waits hears it, once; nothing is published, and after a mend the
+/* Every read and write of a step fails once: one wait returns the error, nothing is published, and after a recovery the
  * next step runs. */
 static void fail_each(zpp_device *device) {
     for (int n = 0;; n++) {

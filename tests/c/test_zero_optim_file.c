@@ -203,7 +203,7 @@ static void steps_equal_memory(void) {
         zpp_pool *pool = NULL;
         CHECK_OK(zpp_pool_create(in_new_threads, i % 2 ? 2 : 1, &pool, &err));
         zpp_optim_file *optim_file = new_tier(&setups[i]);
-        check_same(optim_file, setups[i].amsgrad); /* moments nobody has stepped are zeros */
+        check_same(optim_file, setups[i].amsgrad); /* moments before their first step are zeros */
         for (uint64_t t = 1; t <= STEPS; t++) {
             CHECK_OK(step(optim_file, t, setups[i].amsgrad, pool, &fault, &err));
             check_same(optim_file, setups[i].amsgrad);
@@ -409,7 +409,7 @@ static void full_disk(void) {
     plan.reserve_error = EOPNOTSUPP;
     CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
     CHECK_EQUAL(file_bytes(in_folder("states")), 2 * 4 * (uint64_t)(98 * 1024));
-    /* A file that is there already is somebody's. */
+    /* A file that is there already is not overwritten. */
     zpp_optim_file *second = NULL;
     CHECK_OK(zpp_optim_file_create(&options, &second, &err));
     CHECK_FAILS(zpp_optim_file_seal(second, &fault, &err), ZPP_TIER, strerror(EEXIST));
@@ -450,7 +450,7 @@ static void full_disk_of_several(void) {
 }
 
 /* The n-th read or write of a step fails, for every n: file and offset are named, nothing is under way afterwards, and
- * the optimizer file is torn until somebody loads it anew. */
+ * the optimizer file is inconsistent until a load recovers it. */
 static void every_operation_fails_once(void) {
     make_folder();
     for (int turn = 0; turn < 4; turn++) {

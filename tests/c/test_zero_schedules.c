@@ -276,7 +276,7 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce,
     }
 }
 
-/* What the reduced gradient must be, from everybody's gradients of this step so far. */
+/* Compute the reduced gradient that is expected from all ranks' gradients of this step so far. */
 static void add_expected(struct rank_state *state, int step, int micro) {
     struct plan *plan = state->plan;
     for (int unit = 0; unit < plan->units; unit++) {
@@ -533,7 +533,7 @@ static void train_step(struct rank_state *state, int number) {
     step(state);
 }
 
-/* A file that nobody sees any more once it is open would do; the engine opens files by name, so it goes at the end. */
+/* The engine opens files by name, so the file is removed at the end, not once it is open. */
 static void open_gradients(struct rank_state *state) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;

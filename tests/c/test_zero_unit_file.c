@@ -120,7 +120,7 @@ static void check_unit(const struct schedule *at, int i) {
     CHECK_EQUAL(memcmp(at->mapping.memory + offset, at->model + offset, unit_bytes[i]), 0);
 }
 
-/* Bytes of one unit that nobody has entered: what is in memory of the others would be stale. */
+/* Write bytes of one unit that is not acquired: the memory of an acquired one would be stale. */
 static void write_some(struct schedule *at, int i) {
     if (at->state[i] != OUT) return;
     const size_t from = below(&at->random, unit_bytes[i]), bytes = 1 + below(&at->random, unit_bytes[i] - from);
@@ -331,7 +331,7 @@ static void making_the_file(void) {
     CHECK_OK(open_file(mapping.unit_file, true, &fault, &err));
     CHECK_EQUAL(file_bytes(in_folder("params")), mapping.bytes - figures.resident_bytes);
     plan.reserve_error = 0;
-    struct mapping second = sealed_mapping(NULL, 0.5, 0); /* a file that is there already is somebody's */
+    struct mapping second = sealed_mapping(NULL, 0.5, 0); /* a file that is there already is not overwritten */
     CHECK_FAILS(open_file(second.unit_file, true, &fault, &err), ZPP_TIER, strerror(EEXIST));
     zpp_unit_file_destroy(second.unit_file);
     end_mapping(&mapping);

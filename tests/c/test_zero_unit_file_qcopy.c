@@ -184,7 +184,7 @@ static void every_read_fails_once(void) {
         CHECK_OK(zpp_unit_file_release(kept.unit_file, kept.unit[1], &err));
         load_all(&kept, ZPP_BF16, 1);
     }
-    /* A load that nobody waited for when the file is closed. */
+    /* A load under way, which no call has waited for when the file is closed. */
     struct zpp_err err = ZPP_ERR_INIT;
     CHECK_OK(zpp_unit_file_acquire(kept.unit_file, kept.unit[0], &err));
     zpp_unit_file_read_begin(kept.unit_file, kept.unit[0]);
