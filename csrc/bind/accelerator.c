@@ -43,7 +43,7 @@ bool zpp_accelerator_has(int32_t torch_device_type) { return find_row(torch_devi
 static zpp_status look_up_stream(int32_t index, void **native, struct zpp_err *err) {
     StreamHandle stream = NULL;
     if (!zpp_torch.torch_stream_native_handle) {
-        return zpp_fail(err, ZPP_NOT_BUILT, "this torch does not tell the current stream of device %d; wanted torch >= "
+        return zpp_fail(err, ZPP_NOT_BUILT, "this torch does not give the current stream of device %d; wanted torch >= "
                         "2.13, or a CUDA build of torch >= 2.11", (int)index);
     }
     AOTITorchError failed = zpp_torch.aoti_torch_get_current_stream(index, &stream);

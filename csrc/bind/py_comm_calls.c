@@ -13,9 +13,9 @@
 
 /* The arrays that such a call points at lie in a bytes object, which lives as long as the call. */
 struct pieces {
-    void *dsts[64];
-    const void *srcs[64];
-    size_t dst_bytes[64], src_bytes[64];
+    void *dsts[ZPP_RANKS_MAX];
+    const void *srcs[ZPP_RANKS_MAX];
+    size_t dst_bytes[ZPP_RANKS_MAX], src_bytes[ZPP_RANKS_MAX];
 };
 
 static int read_pieces(PyObject *list, int ranks, void **pointers, size_t *bytes) {

@@ -270,7 +270,7 @@ static PyMethodDef transfer_methods[] = {
     {"wait", transfer_wait, METH_VARARGS,
      "wait(timeout_s=0.0, /)\n--\n\nTrue when the transfer is finished, or its error. 0: the group's timeout."},
     {"done", transfer_done, METH_NOARGS, "done()\n--\n\nWhether the transfer is finished, well or not."},
-    {"source_rank", transfer_source, METH_NOARGS, "source_rank()\n--\n\nWho sent it; -1 while that is open."},
+    {"source_rank", transfer_source, METH_NOARGS, "source_rank()\n--\n\nThe rank that sent it; -1 until it is known."},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot transfer_slots[] = {
