@@ -149,7 +149,7 @@ static PyObject *timeline_stop(PyObject *module, PyObject *none) {
     return list ? Py_BuildValue("Nn", list, (Py_ssize_t)dropped) : NULL;
 }
 
-/* --- stray reads, for python/zeropp/zero/model/strays.py ---------------------------------------------------------- */
+/* --- stray reads, for python/zeropp/zero/model/parameter.py ------------------------------------------------------- */
 
 /* stray_seen() -> bool: True if a released unit's memory was read since the last stray_take(). */
 static PyObject *stray_seen(PyObject *module, PyObject *unused) {

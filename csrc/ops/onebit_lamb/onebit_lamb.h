@@ -13,7 +13,7 @@
  *
  * and per tensor, or piece of one, the sums of a a and of u u, and the largest r. Where v is 0, a and r are 0: nothing
  * was ever seen. u itself is not stored: the step that follows, by rates that all pieces' sums give, makes it again
- * (frozen/frozen.h: p (1 - rate weight_decay) - rate a).
+ * (optim/frozen.h: p (1 - rate weight_decay) - rate a).
  *
  * Squares are rounded to fp32 and added in sixteen lanes (element i in lane i % 16) within blocks of
  * ZPP_ONEBIT_LAMB_BLOCK_ELEMS, blocks in double and in order; a NaN is the largest of all. Every operation rounds once,

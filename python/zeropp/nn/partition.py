@@ -87,7 +87,7 @@ class _Place(weakref.ref["_Part"]):
     """Clean-up of a part that is freed. A gather that is under way goes on, because the other ranks gather it, too.
 
     Parts are freed in the middle of a backward. A pending Ctrl-C would be raised in the first Python code there (``__del__``), and Python drops
-    what such code raises. Freed parts are therefore only listed, by a method of deque, and a later call ends them (as in zero/activations.py).
+    what such code raises. Freed parts are therefore only listed, by a method of deque, and a later call ends them (as in zero/offload/activations.py).
     """
 
     __slots__ = ("bytes", "flat", "index", "work")

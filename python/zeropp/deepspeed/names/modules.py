@@ -131,7 +131,7 @@ def _wrapper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callabl
 
 
 def _values() -> dict[str, Any]:
-    """``safe_get_full_grad`` and its relatives: the functions of zero/values.py by their names there."""
+    """``safe_get_full_grad`` and its relatives: the functions of checkpoint/values.py by their names there."""
     found: dict[str, Any] = {}
     for where, get, put in (
         ("full", values.get_full, values.set_full),
