@@ -147,8 +147,8 @@ class Engine:
             if not isinstance(flag, bool):
                 raise TypeError(f"aio: {name} is {flag!r}, wanted True or False")
         stripe = _count("stripe_bytes", stripe_bytes, DEFAULT_BLOCK_BYTES)
-        measured = depth is None or block_bytes is None
-        default_depth, default_block_bytes = _defaults(folders if measured else (), stripe)
+        unset = depth is None or block_bytes is None
+        default_depth, default_block_bytes = _defaults(folders if unset else (), stripe)
         self._log = log or warn_once
         self._core = _C.AioEngine(
             depth=_count("depth", depth, default_depth),

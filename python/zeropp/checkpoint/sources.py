@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 
 from zeropp.errors import CheckpointError
 from zeropp.files import disk
-from zeropp.files.disk import storage_errors
 from zeropp.files.safefile import Piece, write_pieces
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -191,7 +190,7 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> None:
     """Write a file under another name first: a reader never sees half of it."""
     new = path.with_name(path.name + ".new")
     write_pieces(new, pieces, {"format": "pt"})
-    with storage_errors(path, 0):
+    with disk.storage_errors(path, 0):
         disk.disk.rename(new, path)
         disk.disk.sync_folder(path.parent)
 

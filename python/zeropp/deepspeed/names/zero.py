@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deepspeed.zero``: models built in slices, and gathered for a while before and after ``deepspeed.initialize``; and what a
+"""``deepspeed.zero``: models built in shards, and gathered for a while before and after ``deepspeed.initialize``; and what a
 parameter says of itself there (``ds_id`` and its relatives)."""
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ _NOT_BUILT = (
     "data_parallel_group", "sequence_data_parallel_group", "zero_param_parallel_group", "mpu", "param_swapper",
     "zero_quantized_weights", "zero_quantized_nontrainable_weights",
 )  # fmt: skip
-# Where and how memory is taken; `initialize` decides that by its configuration.
-_PLACES = ("mem_efficient_linear", "remote_device", "pin_memory")
 
 
 class ZeroParamType(enum.Enum):
-    """How a parameter is held: whole everywhere, or in slices; none is held by one rank alone."""
+    """How a parameter is held: whole everywhere, or in shards; none is held by one rank alone."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -67,6 +65,7 @@ class Init(contextlib.ContextDecorator):
         module: a finished model; ``initialize`` partitions it.
         config_dict_or_path: with ``fp16`` or ``bf16`` enabled, parameters are built in that type.
         dtype: the same, said directly.
+        mem_efficient_linear, remote_device, pin_memory: without effect; the configuration of ``initialize`` says where memory is taken.
         enabled: False: nothing happens.
     """
 
@@ -103,7 +102,7 @@ class Init(contextlib.ContextDecorator):
             if self.dtype is not None:  # before the hook of the construction, which takes what is registered as it is
                 stack.enter_context(contextlib.closing(_Cast(self.dtype)))
             stack.enter_context(construction(from_rank_0=True))
-            if building._active is None:  # one rank has nothing to slice, but its parameters say what they are
+            if building._active is None:  # one rank has nothing to shard, but its parameters say what they are
                 stack.enter_context(contextlib.closing(_MarkWhole()))
         return self
 
@@ -274,8 +273,8 @@ def _mark(parameter: Any, values: torch.Tensor | None) -> None:
 
 
 def _slice(parameter: Any) -> torch.Tensor:
-    """This rank's values, 1-D: a view of its part of the unit's slice. It may be empty, because a unit is cut into equal slices, and not
-    each parameter, as there. On meta where they lie in a file."""
+    """Return this rank's values, 1-D: a view of its part of the unit's shard. It may be empty, because a unit is cut into equal shards;
+    DeepSpeed cuts each parameter. On meta where they lie in a file."""
     ref = ref_of(parameter)
     assert ref is not None, "of a prepared model"
     unit = ref.unit

@@ -266,9 +266,8 @@ class ZeroOneAdam(Adam):
     def _begin_locally(slot: Slot) -> None:
         if "moved" not in slot.extra:
             slot.extra |= {"moved": torch.zeros(slot.unit.elems), "anchor": slot.unit.own.clone()}
-            slot.extra["stepped"] = torch.zeros(
-                len(slot.unit.params), dtype=torch.float64
-            )  # the rates of each one's steps
+            # The sum of the rates of each parameter's steps.
+            slot.extra["stepped"] = torch.zeros(len(slot.unit.params), dtype=torch.float64)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
