@@ -178,7 +178,7 @@ class Flow:
                 pairs = [(piece, block[0] + slot + k * step) for k, piece in enumerate(into)]
                 copies += [(piece, there, count) if me else (there, piece, count) for piece, there in pairs]
                 continue
-            if coll == "all_gather":  # my part for everybody, and my own copy of it
+            if coll == "all_gather":  # this rank's part for every rank, and its own copy of it
                 copies += [(mine, into[0], count), (into[0], mine, count)]
             else:  # a part for each
                 copies += [(mine + k * step, into[k], count) for k in range(1, self.ranks)]

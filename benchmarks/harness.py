@@ -410,7 +410,7 @@ NICE_VARIABLE = "ZEROPP_BENCH_NICE"
 
 
 def prefer_me() -> None:
-    """Apply ``run.py --nice`` to this process: on a machine that others use, everybody measured comes before them.
+    """Apply ``run.py --nice`` to this process: on a machine that others use, all that is measured comes before them.
 
     Each session of processes (torchrun gives every rank its own) is scheduled as one group, whose preference counts
     before the nice value inside it.

@@ -217,7 +217,7 @@ def torch_lamb(s: State) -> None:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer's: bytes an element that have to be touched, its arrays, and who does it."""
+    """One optimizer's: bytes an element that have to be touched, its arrays, and the calls that do it."""
 
     touched: int
     names: str

@@ -59,9 +59,9 @@ class Paired(ABC):
 
     def gathered(self, mine: Any) -> list[Any]:
         """An object of every rank."""
-        everybody = [None] * self.ranks
-        self.dist.all_gather_object(everybody, mine)
-        return everybody
+        objects = [None] * self.ranks
+        self.dist.all_gather_object(objects, mine)
+        return objects
 
     def fill(self, tensor: Any) -> None:
         """Values that tell ranks and places apart."""

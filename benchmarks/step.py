@@ -296,7 +296,7 @@ def launched(
 def launch_one(bench: Run, team: Team, ranks: int, args: dict[str, Any]) -> None:
     try:
         bench.launch("train", ranks=ranks, args=args, timeout_s=1800.0, env={"DS_ACCELERATOR": "cpu"})
-    except BaseException as error:  # shown by whoever waits for this team
+    except BaseException as error:  # raised where this team is waited for
         team.error = error
 
 

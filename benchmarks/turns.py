@@ -20,7 +20,7 @@ from pathlib import Path
 SIDE_VARIABLE = "ZEROPP_BENCH_SIDE"
 """``first`` or ``second`` in a pair of launches, each of which measures zeropp of one revision and no peers; not set otherwise."""
 FOLDER_VARIABLE = "ZEROPP_BENCH_TURNS"
-"""Folder of the sockets of a pair of launches; not set where nobody takes turns."""
+"""Folder of the sockets of a pair of launches; not set where launches do not alternate."""
 LAUNCH_VARIABLE = "ZEROPP_BENCH_LAUNCH"
 """Which launch of the parent a rank belongs to."""
 PYTHON_VARIABLE = "ZEROPP_BENCH_PYTHON"

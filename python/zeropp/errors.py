@@ -37,7 +37,7 @@ class CommError(Error):
 
     Args:
         message: what went wrong.
-        rank: the guilty rank, where known.
+        rank: the rank that caused it, where known.
     """
 
     def __init__(self, message: str = "", rank: int | None = None) -> None:

@@ -161,8 +161,7 @@ class _Parts:
     def read(
         self, name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, values) of every saved piece that overlaps elements ``begin`` to ``end`` of a
-        parameter."""
+        """Yield (first element, values) of each saved piece with any of elements ``begin`` to ``end`` of a parameter."""
         for rank, key, first, low, high in _overlaps(name, kind, begin, end, pieces):
             yield low, self.tensors(rank).flat(key, low - first, high - first)
 
@@ -187,8 +186,7 @@ class _Parts:
 
 
 def _decoded(file: safefile.TensorFile, key: str, kind: str, first: int, low: int, high: int) -> torch.Tensor:
-    """Return elements ``low`` to ``high`` of a moment in 8 bits, of whose saved piece ``first`` is the first; in
-    fp32."""
+    """Return, in fp32, elements ``low`` to ``high`` of an 8-bit moment whose saved piece begins at ``first``."""
     values, skipped = torch.empty(high - low), moments_scales(low - first + 1, first) - 1
     scales = file.flat(key + SCALES, skipped, skipped + moments_scales(high - low, low))
     moments_decode_(file.flat(key, low - first, high - first), scales, values, moment=kind, first=low)

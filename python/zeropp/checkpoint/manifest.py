@@ -72,8 +72,7 @@ def candidates(path: Path) -> list[Path]:
 
 
 def none_good(damaged: Mapping[Path, str]) -> CheckpointError:
-    """Return the error where each checkpoint of a folder is damaged. ``damaged``: what is wrong with each, newest
-    first."""
+    """Return the error where all checkpoints are damaged. ``damaged``: what is wrong with each, newest first."""
     what = "; ".join(f"{folder.name} is damaged: {wrong}" for folder, wrong in damaged.items())
     if len(damaged) == 1:
         return CheckpointError(f"{what}; restore it from a copy")

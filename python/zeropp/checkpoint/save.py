@@ -198,7 +198,7 @@ def check_optimizer(engine: Engine, optimizer: Any) -> None:
 
 
 def _common_step(ranks: Ranks, root: Path, step: int | None) -> tuple[int, Group]:
-    """Return the number of the checkpoint, and who saves it."""
+    """Return the number of the checkpoint, and the ranks that save it."""
     asked = ranks.exchange([str(root.absolute()), step, rank_in_job()])
     group = Group([one.pop() for one in asked])
     for rank, one in enumerate(asked):

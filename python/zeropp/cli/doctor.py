@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torchrun … -m zeropp doctor``: latency and bandwidth of every pair of ranks and of the whole, and who is slow or dead."""
+"""``torchrun … -m zeropp doctor``: latency and bandwidth of every pair of ranks and of the whole, and which rank is slow or dead."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def for_frameworks(keys: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def readable_by_frameworks(source: str) -> Iterator[str]:
     """Give the name of a file for ``--deepspeed``: the given one, or a temporary one where that is JSON text or has zeropp's own keys.
-    A name of no file stays as it is: the script says what it thinks of it."""
+    A name of no file stays as it is, and the script reports it."""
     text = source.lstrip().startswith("{")
     keys = read_json(source) if text or Path(source).is_file() else {}
     said = for_frameworks(keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that do something together: all succeed, or all raise and know who failed and why."""
+"""Ranks that do something together: all succeed, or all raise an error that names the rank that failed, and why."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's default group: how ``init_process_group("zeropp")`` meets, and who calls it where a framework would choose gloo.
+"""torch's default group: how ``init_process_group("zeropp")`` meets, and a call of it before a framework chooses gloo.
 
 Accelerate knows gloo alone on machines without a GPU, and leaves a group that stands as it is. Under gloo a lost rank is noticed after
 half an hour, and a script that ends without ``destroy_process_group``, as Trainer's do, can be aborted at its very end ("terminate

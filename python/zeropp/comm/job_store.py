@@ -101,8 +101,8 @@ def _knock(host: str, port: int, patience_s: float) -> OSError | None:
 
 
 def _comes_back(place: Place, patience_s: float) -> OSError | None:
-    """None: the address is one of this machine's own, or what is sent to it is sent back here (NAT). The store's port is
-    touched in the second case only: a store of the process's own may be listening there still."""
+    """Return why the address does not lead to this machine. None: it is one of its own, or what is sent to it is sent back here (NAT).
+    The store's port is touched in the second case only: a store of the process's own may be listening there still."""
     try:
         families = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -119,7 +119,7 @@ def _comes_back(place: Place, patience_s: float) -> OSError | None:
 
 
 def listens_within(place: Place, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> bool:
-    """Somebody listens there, now or soon. ``meanwhile`` is called at each try."""
+    """Return True if something listens there, now or within so many seconds. ``meanwhile`` is called after each try."""
     end = time.monotonic() + seconds
     while _knock(place.host, place.port, min(_LONGEST_KNOCK_S, end - time.monotonic())) is not None:
         if time.monotonic() > end:
@@ -191,7 +191,7 @@ def find_store(place: Place, timeout: timedelta) -> TCPStore:
                 return store
             except CommError:
                 raise
-            except RuntimeError as error:  # torch's DistError and its kin: the store is gone
+            except RuntimeError as error:  # torch's DistError and others: the store is gone
                 _judge(error, rendezvous, place)
             finally:
                 _last_nonce[str(place)] = rendezvous.host or _last_nonce.get(str(place), "")

@@ -247,10 +247,10 @@ class Engine(Saving):
     # -- a model that is only evaluated ------------------------------------------------------------------------------------
 
     def _evaluate_with(self, settings: Config) -> None:
-        """Nothing is partitioned at stage 0 without an optimizer, so the module stays as it is, with rank 0's values, until somebody
-        wants gradients or a checkpoint of this engine: another engine may take it for training, at its stage (TRL does)."""
+        """Convert the module, and give all ranks rank 0's values. It is partitioned when gradients or a checkpoint of this engine are
+        asked for. Until then another engine may take it for training, at its stage (TRL does)."""
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.dtype_name or "")
-        if low is not None:  # for good, as there: who trains it later starts from the rounded values
+        if low is not None:  # for good, as in DeepSpeed: a later training starts from the rounded values
             for plan in plan_units(self.module, settings.units, low):
                 for parameter in plan.params:
                     parameter.data = parameter.data.to(plan.dtype)

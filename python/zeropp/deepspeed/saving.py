@@ -100,8 +100,8 @@ class Saving(Facts):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """``checkpoint["module"]``, whole values, into the model; the same on every rank. What is partitioned is written slice by
-        slice, so ``fetch_z3_params`` and ``z3_params_to_fetch`` have nothing to do."""
+        """Load ``checkpoint["module"]``, whole values, into the model; the same on every rank. What is partitioned is written shard by
+        shard, so ``fetch_z3_params`` and ``z3_params_to_fetch`` have nothing to do."""
         if not isinstance(checkpoint, Mapping) or "module" not in checkpoint:
             known = list(checkpoint) if isinstance(checkpoint, Mapping) else []
             raise ConfigError(

@@ -148,7 +148,7 @@ def take(folder: Path, user: Any, job: str | None = None, ranks: tuple[int, ...]
 
 
 def leave(user: Any) -> None:
-    """Let ``user`` write no more. Never wait."""
+    """End the hold of ``user``, which writes no more. This never waits."""
     _leaving.append(user)
     _let_leavers_go()
 

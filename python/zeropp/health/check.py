@@ -89,7 +89,7 @@ class _World:
 
     def time(self, ranks: tuple[int, ...], sizes: Sequence[int]) -> list[float]:
         """Seconds of an all-reduce among `ranks`, of each size: the slowest rank's best block. Collective over all ranks."""
-        self.core.barrier()  # who died since the last time is noticed here, at once; a new communicator would wait for it
+        self.core.barrier()  # a rank that died since the last time is an error here, at once; a new communicator would wait for it
         mine = [0.0] * len(sizes)
         if ranks == self.members:
             mine = [_all_reduce_seconds(self.core, size) for size in sizes]

@@ -121,7 +121,7 @@ class LAMB(GroupedOptimizer):
     A parameter group is one call of the C kernel (csrc/ops/lamb), norms included: 40 bytes a parameter in fp32.
 
     Parameters are whole fp32 tensors on the CPU; gradients fp32, bf16 or fp16. State: ``step``, ``exp_avg`` and
-    ``exp_avg_sq``, fp32. After ``zeropp.prepare``, at every stage, slices are stepped and norms summed over ranks.
+    ``exp_avg_sq``, fp32. After ``zeropp.prepare``, at every stage, shards are stepped and norms summed over ranks.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class StepStrategy(Part):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def measure(self, engine: Engine) -> tuple[float, list[str]]:
-        """Collective: return (squared norm of the gradients as they are held, who has values that are not finite)."""
+        """Collective: return (squared norm of the gradients as they are held, the parameters and ranks with values that are not finite)."""
         squares, bad = engine.core.norm()
         who = [(engine.units[unit].params[index].names[0], bits) for unit, index, bits in bad]
         return squares, origins(who, engine.ranks)

@@ -18,7 +18,7 @@ from zeropp.zero.model_state import SHARD, ModelState, Unit
 
 PAGE_BYTES = 4096
 READ_AHEAD_BYTES = 64 << 20
-"""At least this much of the parameters on NVMe may be in memory ahead of need, with prefetch="auto"."""
+"""With prefetch="auto", this much may be in memory ahead of need: gathered units, and of loaded ones at least this much."""
 _WINDOWS = 4
 """ZPP_UNIT_FILE_WINDOWS of csrc/zero/offload/unit_file.h."""
 _WINDOW_ELEMS = 512 << 10

@@ -333,8 +333,7 @@ class Unit:
         self.states_in.update_master(self, change)
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (parameter, first element in ``shard``, elements) of every parameter that this rank owns a part
-        of."""
+        """Yield (parameter, first element in ``shard``, elements) of each parameter that lies in it."""
         end = self.begin_elems + self.shard.numel()
         for i, entry in enumerate(self.params):
             first = max(entry.offset_elems, self.begin_elems)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import deepspeed`` answered by zeropp: in one process and its children, and only where somebody asked for it.
+"""``import deepspeed`` answered by zeropp: in one process and its children. It needs a call of :func:`install`.
 
 ``python -m zeropp run SCRIPT --zeropp CFG`` calls :func:`install` and :func:`reach_children` and then runs the script, unchanged. The
 names that scripts and frameworks read (tree.py) then lead to the engine of ``zeropp.initialize``. Nothing named deepspeed is

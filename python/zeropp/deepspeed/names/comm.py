@@ -140,7 +140,7 @@ def configure(
     verbose: Any = None,
     debug: Any = None,
 ) -> None:
-    """Sets up DeepSpeed's log of communication: nothing to do unless somebody switches it on."""
+    """Refuse DeepSpeed's log of communication where it is switched on; do nothing else."""
     said = getattr(getattr(deepspeed_config, "comms_config", None), "comms_logger_enabled", None)
     if enabled or prof_all or prof_ops or said:
         raise not_built(

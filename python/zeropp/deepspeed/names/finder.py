@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finder that makes ``import deepspeed`` mean zeropp. It needs Python's own modules alone and imports zeropp only when somebody
-asks for deepspeed, because children/sitecustomize.py loads this file at the start of every child interpreter."""
+"""The finder that makes ``import deepspeed`` mean zeropp. It needs Python's own modules alone and imports zeropp only when
+deepspeed is imported, because children/sitecustomize.py loads this file at the start of every child interpreter."""
 
 from __future__ import annotations
 

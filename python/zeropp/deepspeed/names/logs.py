@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 logger = logging.getLogger("DeepSpeed")
-logger.setLevel(logging.INFO)  # as there; Python prints what is below a warning only where somebody configured logging
+logger.setLevel(logging.INFO)  # as DeepSpeed; Python prints less than a warning only after a configuration of logging
 
 log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 

@@ -32,7 +32,7 @@ def _folder(checkpoint_dir: Any, tag: str | None) -> Path:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The whole weights, fp32, on the CPU; tied ones under all their names. Every byte read is verified."""
+    """Return the whole weights, fp32, on the CPU; tied ones under all their names. Every byte read is verified."""
     if exclude_frozen_parameters or lazy_mode:
         which = "exclude_frozen_parameters" if exclude_frozen_parameters else "lazy_mode"
         raise ConfigError(
@@ -42,7 +42,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: str | None = None) -> nn.Module:
-    """The model with these weights; a partitioned one stays so."""
+    """Load these weights into the model, and return it; a partitioned one stays partitioned."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if is_prepared(model):
         zeropp.load_full_state_dict(model, state, strict=False)
@@ -59,7 +59,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """``python -m zeropp export``: safetensors, in files of at most ``max_shard_size``."""
+    """Write safetensors, in files of at most ``max_shard_size``, as ``python -m zeropp export`` does."""
     if exclude_frozen_parameters or not safe_serialization:
         raise ConfigError(
             "convert_zero_checkpoint_to_fp32_state_dict: zeropp writes safetensors of all parameters; give safe_serialization=True "

@@ -49,7 +49,7 @@ OWN_PAGES_BYTES = 64 << 10
 # transformers' from_pretrained else has threads that read ahead, up to all of the model.
 _READ_ALONE = "HF_DEACTIVATE_ASYNC_LOAD"
 DIGEST_ELEMS = 1 << 18  # torch copies what it sums in a wider type; so much of it stays in the cache
-HELD_S = 0.1  # how long a gathered value may be held by who gathered it
+HELD_S = 0.1  # how long the backend that gathered a value may hold it
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
 # What a sharded parameter answers, inside and outside of the context. Strides are not among them: while sharded they
@@ -278,7 +278,7 @@ class _ShardFolders:
 
 
 class _Construction:
-    """The parameters of one context: which are whole, who owns them, what they held."""
+    """The parameters of one context: which are whole, the modules that own them, what they held."""
 
     def __init__(self, window_bytes: int, from_rank_0: bool, folders: _ShardFolders | None) -> None:
         self.window_bytes, self.folders = window_bytes, folders
@@ -463,8 +463,7 @@ def _values_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
-    """Return one element that looks like the whole: a read that bypasses the class sees NaN, and touches no freed
-    memory."""
+    """Return one element that looks like the whole: a read that bypasses the class sees NaN, not freed memory."""
     one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
     if one.is_floating_point() or one.is_complex():
         one.fill_(float("nan"))
@@ -504,8 +503,8 @@ def _gather(mine: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _without_other_holders(gathered: torch.Tensor) -> torch.Tensor:
-    """A backend's own thread may let go of a result a moment after its wait. Whether a parameter goes depends on who holds it and
-    must be the same on every rank, or one gathers what another still has."""
+    """Wait until nothing else holds a result, or copy it: a backend's own thread may let go of it a moment after its wait. Whether a
+    parameter goes depends on its holders and must be the same on every rank, or one gathers what another still has."""
     give_up = time.monotonic() + HELD_S
     while not _is_alone(gathered):
         if time.monotonic() > give_up:

@@ -61,8 +61,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return children of the outermost containers that repeat one class: transformer layers, as most models write
-    them."""
+    """Return the children of the outermost containers that repeat one class: the layers of most transformers."""
     blocks: list[nn.Module] = []
     seen: set[nn.Module] = set()
 

@@ -33,8 +33,7 @@ class OptimFile(FileStore, StateStore):
 
     Args:
         tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
-        moments: what the optimizer calls its moments, in the order of enum zpp_optim_file_kind; empty: it has none of that
-            kind.
+        moments: what the optimizer calls its moments, in the order of enum zpp_optim_file_kind; empty: it has none.
 
     Raises:
         zeropp.TierError: the folder cannot be used, or the disk has no room: path, bytes wanted, bytes free. On every

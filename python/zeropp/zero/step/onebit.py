@@ -247,7 +247,7 @@ class CollectiveStep(StepStrategy):
             )
 
     def measure(self, engine: Engine) -> tuple[float, list[str]]:
-        """Collective: return (mean over ranks of the squared norms of local gradients, who has values that are not finite).
+        """Collective: return (mean over ranks of the squared norms of local gradients, parameters with values that are not finite).
 
         By convexity never less than the squared norm of the mean gradient, which no rank has. Reduced gradients are measured as usual.
         """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW, Adam, Lion, Adagrad and SGD on shards: what torch calls their moments, their rates, and who makes the update.
+"""AdamW, Adam, Lion, Adagrad and SGD on shards: what torch calls their moments, their rates, and the two ways of a step.
 
-Kernels in C do (csrc/ops/optim/optim.h), wherever the shards lie. The moments of Lion, Adagrad and SGD in bf16 or 8 bits are the
-exception: our operators step those, one call a unit and parameter group. The moments lie where Adam's do (moments.py), and so do the
+Kernels in C (csrc/ops/optim/optim.h) step shards wherever these lie. Only where the moments of Lion, Adagrad and SGD are in bf16 or
+8 bits do our operators step them, one call a unit and parameter group. The moments lie where Adam's do (moments.py), and so do the
 random bits: of the parameter's number, its step and the place in it.
 """
 
@@ -153,7 +153,7 @@ class OperatorStep(StepStrategy):
 
 
 def _make(optimizer: optim.Optimizer, unit: Unit, name: str) -> None:
-    """The state, unless it is there: from an earlier step, or from a checkpoint."""
+    """Make the state, unless an earlier step or a checkpoint did."""
     if name in unit.state:
         return
     moments.make(unit, name)
