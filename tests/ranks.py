@@ -24,6 +24,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ TEST_S = 90.0
 """A test that takes longer on a rank hangs. The log then shows the stacks."""
 LAUNCH_S = 280.0
 GRACE_S = 10.0
-"""For the other ranks to end after the first one failed."""
+"""The other ranks have this long to end after the first one failed."""
 
 
 def on_ranks(
@@ -180,20 +181,28 @@ def _run(launch: Launch, items: list[Any], folder: Path) -> dict[str, Outcome]:
     order.write_text(json.dumps({"file": str(items[0].path), "backend": launch.backend, "tests": requests}))
     answers = [folder / f"{rank}.jsonl" for rank in range(launch.ranks)]
     log_path, port = folder / "log.txt", free_port()
-    with log_path.open("w") as log:
+    # A rank that fails or is killed leaves its temporary files. They go with the folder.
+    scratch = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+    with log_path.open("w") as log, scratch as path:
         processes = [
             start_rank(
-                RANK, [str(order), str(answers[rank])], rank, launch.ranks, port, log, launch.cold,
+                RANK, [str(order), str(answers[rank])], rank, launch.ranks, port, log, launch.cold, TMPDIR=path,
                 **({"ZEROPP_HOST_ID": str(rank)} if launch.hosts else {}),
             )
             for rank in range(launch.ranks)
         ]  # fmt: skip
         try:
-            in_time = wait_all(processes, launch.launch_s)
+            wait_all(processes, launch.launch_s)
+            ends = [_how_it_ended(one, launch.launch_s) for one in processes]
         finally:
             end(processes)
-    ends = [f"ended with {one.returncode}" if in_time else f"killed after {launch.launch_s} s" for one in processes]
     return _outcomes(items, [_read(path) for path in answers], ends, log_path.read_text(errors="replace"))
+
+
+def _how_it_ended(process: Started, launch_s: float) -> str:
+    if process.poll() is not None:
+        return f"it ended with {process.returncode}"
+    return f"it was killed {GRACE_S:.0f} s after another rank failed, or {launch_s:.0f} s after the start"
 
 
 def _request(item: Any) -> dict[str, Any]:
@@ -215,10 +224,11 @@ def _outcomes(items: list[Any], rows: list[dict[str, Any]], ends: list[str], log
     for name in begun:
         records = [row.get(name, {}) for row in rows]
         errors = [
-            None if "seconds" in record else record.get("error", f"no answer: the rank {ended}")
+            None if "seconds" in record else record.get("error", f"the rank gave no answer: {ended}")
             for record, ended in zip(records, ends, strict=True)
         ]
-        outcomes[name] = Outcome(errors, records[0].get("skipped"), log)
+        skipped = [record["skipped"] for record in records if "skipped" in record]
+        outcomes[name] = Outcome(errors, skipped[0] if skipped else None, log)
     return outcomes
 
 
@@ -262,13 +272,12 @@ def end(processes: Iterable[Started]) -> None:
         process.wait()
 
 
-def wait_all(processes: list[Started], limit_s: float) -> bool:
-    """True if all ended within the limit. After the first failure the others have GRACE_S."""
+def wait_all(processes: list[Started], limit_s: float) -> None:
+    """Wait until all ended, for the limit at most. After the first failure the others have GRACE_S."""
     deadline = time.monotonic() + limit_s
     while any(p.poll() is None for p in processes):
         if any(p.poll() not in (None, 0) for p in processes):
             deadline = min(deadline, time.monotonic() + GRACE_S)
         if time.monotonic() > deadline:
-            return False
+            return
         time.sleep(0.05)
-    return True

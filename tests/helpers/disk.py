@@ -54,7 +54,7 @@ def full_disk(tier: Any, rank: int, room_bytes: int) -> Iterator[None]:
 
 
 def change(path: Path, first: int, size: int = 4096) -> None:
-    """A bit of every exponent of fp32."""
+    """Flip a bit in the exponent of each fp32 value of a part of a file."""
     descriptor = os.open(path, os.O_RDWR)
     values = bytearray(os.pread(descriptor, size // 4 * 4, first))
     values[3::4] = bytes(one ^ 1 for one in values[3::4])
