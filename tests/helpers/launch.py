@@ -119,9 +119,12 @@ def run_ranks(
             else:
                 process = start(words, slot=rank, env=variables, stdout=streams[0], stderr=streams[1], cwd=folder)
             processes.append(process)
-        if watch is not None:
-            watch(processes)
-        ended = _wait(processes, begun, time.monotonic() + timeout)
+        try:
+            if watch is not None:
+                watch(processes)
+            ended = _wait(processes, begun, time.monotonic() + timeout)
+        finally:
+            _kill(processes)
         outcomes = []
         for rank, process in enumerate(processes):
             texts = []
@@ -149,6 +152,13 @@ def _show_stacks(processes: Sequence[Started]) -> None:
     time.sleep(0.5 if processes else 0.0)
 
 
+def _kill(processes: Sequence[Started]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)  # also ends a stopped one
+            process.wait()
+
+
 def _wait(processes: Sequence[Started], begun: float, deadline: float) -> list[float]:
     """Return the seconds after which each rank ended."""
     ended: dict[int, float] = {}
@@ -158,10 +168,7 @@ def _wait(processes: Sequence[Started], begun: float, deadline: float) -> list[f
                 ended[rank] = time.monotonic() - begun
         if time.monotonic() > deadline:
             _show_stacks([process for process in processes if process.poll() is None])
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)  # also ends a stopped one
-                    process.wait()
+            _kill(processes)
             deadline = float("inf")
         time.sleep(0.02)
     return [ended[rank] for rank in range(len(processes))]
