@@ -27,7 +27,7 @@ def copy_out_before_all_gather() -> None:
     group.foreach_all_gather_copy_out = lambda result, *rest: kept(result._replace(all_gather_event=None), *rest)
 
 
-class Deaf(torch.Stream):
+class NeverWaits(torch.Stream):
     """A stream that waits for no other."""
 
     def wait_stream(self, other: torch.Stream) -> None:
@@ -38,8 +38,10 @@ def reduce_scatter_before_copy_in() -> None:
     kept = collectives.foreach_reduce
 
     def foreach_reduce(params: Any, grads: Any, mesh: Any, stream: torch.Stream, *rest: Any, **also: Any) -> Any:
-        deaf = Deaf(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
-        return kept(params, grads, mesh, deaf, *rest, **also)
+        unordered = NeverWaits(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        return kept(params, grads, mesh, unordered, *rest, **also)
 
     group.foreach_reduce = foreach_reduce
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -131,7 +132,7 @@ class Group(dist.ProcessGroup):
             driver.ncclCommInitRankConfig(ctypes.byref(self._comm), ranks, unique_id, rank, ctypes.byref(config))
         store.add("sim_joined", 1)
         while store.add("sim_joined", 0) < ranks:
-            pass
+            time.sleep(0.01)
 
     def _run(self, function: str, out: torch.Tensor, source: torch.Tensor, elems: int, *arguments: int) -> _Done:
         if not (out.is_contiguous() and source.is_contiguous()):

@@ -6,11 +6,13 @@ So the simulation is neither too lenient nor stricter than CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ WHY_NOT = sim_build.why_no_torch_device()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be built")
 
 RANKS = 2
+LIMIT_S = 280.0
 ALL_LAZY = 0xFF
 SCHEDULES = (0, ALL_LAZY, 0b1, 0b11111110, 0b10, 0b100, 0b1000)
 #: Sums in another order, and torch's CPU kernels for another layout.
@@ -50,15 +53,29 @@ def wrong_in(sabotage: str, schedules: tuple[int, ...], folder: Path) -> list[in
         ]
         for rank in range(RANKS)
     ]
-    ranks = [subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) for command in commands]
-    outputs = [rank.communicate(timeout=280) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(error for _, error in outputs)
-    found = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    codes = run(commands, environment, folder)
+    assert codes == [0] * RANKS, "\n".join((folder / f"{rank}.err").read_text() for rank in range(RANKS))
+    found = [json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(RANKS)]
     assert sabotage != "none" or not any(each["error"] for each in found)
     wanted = fsdp2_model.reference(RANKS)
     return [
         lazy for i, lazy in enumerate(schedules) if any(far(found[r]["losses"][i], wanted[r]) for r in range(RANKS))
     ]
+
+
+def run(commands: list[list[str]], environment: dict[str, str], folder: Path) -> list[int]:
+    """Return the exit code of each rank. A rank waits without a limit for one that failed, and so it is killed."""
+    deadline = time.monotonic() + LIMIT_S
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for i, command in enumerate(commands):
+            out, err = (stack.enter_context((folder / f"{i}.{name}").open("w")) for name in ("out", "err"))
+            ranks.append(stack.enter_context(subprocess.Popen(command, stdout=out, stderr=err, env=environment)))
+            stack.callback(ranks[-1].kill)
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            assert time.monotonic() < deadline, f"the ranks did not end within {LIMIT_S} s"
+            time.sleep(0.05)
+    return [rank.returncode for rank in ranks]
 
 
 def far(found: list[float], wanted: list[float]) -> bool:
