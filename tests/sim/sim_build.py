@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -26,6 +27,7 @@ FOLDER = ROOT / "build" / "sim"
 DRIVER = FOLDER / "libsim.so"
 DRIVER_SOURCES = ("driver.c", "streams.c", "memory.c", "nccl.c", "kernels.c")
 MODULE = "_torch_sim"
+TORCH = "2.13"  # the device and test_sim_fsdp2.py use internals of torch, which differ between releases
 CXX = os.environ.get("CXX", "c++")
 KERNEL = re.compile(r"^KERNEL (\w+)\(const __grid_constant__ (struct \w+) \w+\)", re.MULTILINE)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -131,6 +133,9 @@ def why_no_torch_device() -> str:
     """Return why the torch device cannot be built here, or an empty string."""
     if importlib.util.find_spec("torch") is None:
         return "the simulated torch device needs torch"
+    version = importlib.metadata.version("torch")
+    if not version.startswith(f"{TORCH}."):
+        return f"the simulated torch device is written for torch {TORCH}, and this is torch {version}"
     if not shutil.which(CXX):
         return f"the simulated torch device needs a C++ compiler: no {CXX} (CXX= names another)"
     if not (_torch_folder() / "include" / "ATen" / "ATen.h").is_file():

@@ -89,7 +89,7 @@ def test_seeds_find_nothing_wrong_in_what_is_right() -> None:
     assert run("case_waits.py", "none", "50")["wrong"] == []
 
 
-#: Model: what makes the host wait in a training pass. Experts are chosen on the host, and checkpointing asks once.
+#: What makes the host wait in a training pass. Mixtral chooses experts on the host; checkpointing calls item().
 MODELS = {
     "llama": set[str](),
     "llama checkpointed": {"aten::item"},
