@@ -274,8 +274,8 @@ class Builder:
         nvcc = nvcc_path()
         if not nvcc and needs_kernels():
             raise BuildError(
-                "no nvcc (PATH, CUDA_HOME, wheels of this Python), and ZEROPP_KERNELS=1 asks for CUDA kernels: "
-                "pip install 'zeropp[cuda]' brings one, or leave the variable out to build without kernels"
+                "no nvcc (PATH, CUDA_HOME, wheels of this Python; an empty NVCC hides all), and ZEROPP_KERNELS=1 asks "
+                "for CUDA kernels: pip install 'zeropp[cuda]' brings one, or leave ZEROPP_KERNELS out to build without"
             )
         if not sources or not nvcc:
             return []
