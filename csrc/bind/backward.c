@@ -39,8 +39,8 @@ static Zero *first_in(long task) {
     return one;
 }
 
-/* Where another engine is in this backward, too, or may come into it, the backward itself waits for no peer. */
-static void tell_of_others(Zero *zero) {
+/* Note where another engine is in this backward, too, or may come into it: the backward itself then waits for no peer. */
+static void note_shared_backward(Zero *zero) {
     bool others = false;
     for (Zero *one = first_engine; one; one = one->next_engine) {
         if (one == zero || one->ranks == 1) continue;
@@ -73,7 +73,7 @@ static int begin_backward(Zero *zero, long task) {
     }
     zero->in_backward = true;
     zero->task = task;
-    if (zero->ranks > 1) tell_of_others(zero);
+    if (zero->ranks > 1) note_shared_backward(zero);
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) ((Unit *)PyList_GetItem(zero->units, i))->got = 0;
     if (zpp_py_backward_step_begin(zero) || (zero->skipped && zpp_py_call(zero->skipped))) return -1;

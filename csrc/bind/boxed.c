@@ -178,7 +178,7 @@ static size_t add_spans(struct span *spans, size_t count, const struct zpp_tenso
     return count;
 }
 
-/* Where the run of rising spans ends that begins at `at`. */
+/* Return the end of the run of rising spans that begins at `at`. */
 static size_t run_end(const struct span *spans, size_t at, size_t count) {
     if (at < count) at++;
     while (at < count && spans[at - 1].begin <= spans[at].begin) at++;

@@ -187,7 +187,7 @@ static bool check_factor(struct zpp_boxed *args, double factor) {
     return zpp_op_check_rates(args, &rate, 1);
 }
 
-/* Where the sum goes: floats, or codes. */
+/* The destination of a sum: floats, or codes. */
 struct sum_target {
     const struct zpp_tensor *dst;
     const struct zpp_quant_spec *spec;

@@ -465,17 +465,17 @@ static PyObject *zero_get_in_backward(PyObject *self, void *unused) {
 }
 
 static PyGetSetDef zero_getset[] = {
-    { "in_backward", zero_get_in_backward, NULL, "is a backward running in this thread?", NULL },
+    { "in_backward", zero_get_in_backward, NULL, "true if a backward runs in this thread", NULL },
     { NULL, NULL, NULL, NULL, NULL },
 };
 static PyMemberDef zero_members[] = {
     { "depth", T_INT, offsetof(Zero, depth), READONLY, "forwards open now" },
-    { "builds_loss", T_BOOL, offsetof(Zero, builds_loss), READONLY, "does a forward's graph wait for its backward?" },
-    { "sync", T_BOOL, offsetof(Zero, sync), 0, "do backwards reduce? (no_sync)" },
-    { "hold", T_BOOL, offsetof(Zero, hold), 0, "do gradients stay on this rank at boundaries, too?" },
-    { "at_boundary", T_BOOL, offsetof(Zero, at_boundary), READONLY, "was the last backward a boundary?" },
+    { "builds_loss", T_BOOL, offsetof(Zero, builds_loss), READONLY, "true if a forward's graph waits for its backward" },
+    { "sync", T_BOOL, offsetof(Zero, sync), 0, "true if backwards reduce; false inside no_sync" },
+    { "hold", T_BOOL, offsetof(Zero, hold), 0, "true if gradients stay on this rank at boundaries, too" },
+    { "at_boundary", T_BOOL, offsetof(Zero, at_boundary), READONLY, "true if the last backward was a boundary" },
     { "backwards", T_ULONGLONG, offsetof(Zero, backwards), READONLY, "backwards so far" },
-    { "closed", T_BOOL, offsetof(Zero, closed), READONLY, "is the model gone?" },
+    { "closed", T_BOOL, offsetof(Zero, closed), READONLY, "true once the model is gone" },
     { NULL, 0, 0, 0, NULL },
 };
 

@@ -107,7 +107,7 @@ static bool call(zpp_step_in_backward *self, int (*function)(void *ctx, int unit
     return !failed;
 }
 
-/* What a call from outside returns. */
+/* Return INTERRUPTED if one of the caller's functions has failed. */
 static zpp_status result_of(const zpp_step_in_backward *self, struct zpp_err *err) {
     return self->raised ? zpp_fail(err, ZPP_INTERRUPTED, "zero: the caller's part of a step failed") : ZPP_OK;
 }
@@ -131,7 +131,7 @@ static void unpin(zpp_step_in_backward *self, int unit) {
     (void)call(self, self->caller.release, unit);
 }
 
-/* The shard in memory, to be changed in place. */
+/* Bring the shard to memory, to be changed in place. */
 static zpp_status open_shard(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!zpp_unit_opens_shard(core_of(self, unit))) return ZPP_OK;
     void *token = begin_long(self);
@@ -183,7 +183,7 @@ static void poll_states(zpp_step_in_backward *self) {
 
 /* --- the update of one unit --------------------------------------------------------------------------------------- */
 
-/* The gradient in memory, where gradients are in a file. */
+/* Bring the gradient to memory, where gradients are in a file. */
 static zpp_status load_grad(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!zpp_zero_loads_grads(self->stepper->zero)) return ZPP_OK;
     void *token = begin_long(self);
@@ -247,7 +247,7 @@ static void update(zpp_step_in_backward *self, int unit) {
     keep_failure(self, &err, &fault);
 }
 
-/* Its gradients are complete on this rank. */
+/* Mark a unit final, once its gradients are complete on this rank. */
 static bool make_final(zpp_step_in_backward *self, int unit) {
     const struct zpp_unit *core = core_of(self, unit);
     if (self->units[unit].final) return true;

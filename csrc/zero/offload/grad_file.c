@@ -73,7 +73,7 @@ static zpp_status seal(zpp_zero *zero, struct zpp_err *err) {
     return status;
 }
 
-/* --- coming and going --------------------------------------------------------------------------------------------- */
+/* --- loads and stores --------------------------------------------------------------------------------------------- */
 
 static void keep_failure(struct zpp_grad_file *grad_file, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -133,7 +133,7 @@ static bool has_capacity(struct zpp_grad_file *grad_file, size_t bytes) {
     return fits;
 }
 
-/* The oldest writes end until `bytes` more fit, or none is under way. */
+/* End the oldest writes until `bytes` more fit, or none is under way. */
 static zpp_status end_writes_until(zpp_zero *zero, size_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     while (grad_file->oldest && !has_capacity(grad_file, bytes)) {
@@ -150,7 +150,7 @@ static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     if (is_held(zero, grad) || grad->grad_file_state == ZPP_GRAD_FILE_LOADED
         || grad->grad_file_state == ZPP_GRAD_FILE_READING)
         return ZPP_OK;
-    /* its contents are there */
+    /* what is being written is still in memory */
     if (grad->grad_file_state == ZPP_GRAD_FILE_WRITING) return finish_write(zero, grad, wait);
     zpp_status status = end_writes_until(zero, zpp_grad_shard_bytes(grad), wait, err);
     if (status == ZPP_OK) status = acquire_memory(zero, grad, err);
@@ -175,7 +175,7 @@ static zpp_status load_ahead(zpp_zero *zero, int at, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* Then, while they fit, the same for the next ones in the order of reductions. */
+/* Load the shard, and the next ones in the order of reductions as long as they fit. */
 static zpp_status load_all(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                            struct zpp_err *err) {
     if (grad->grad_file_state == ZPP_GRAD_FILE_LOADED) return ZPP_OK;
@@ -202,7 +202,7 @@ static zpp_status load_wait(zpp_zero *zero, struct zpp_unit_grad *grad, const st
     return ZPP_OK;
 }
 
-/* It is written, if it was changed (grad->changed), and its memory goes. */
+/* Begin to write the shard if it was changed, else release its memory. */
 static zpp_status store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     if (is_held(zero, grad) || grad->grad_file_state != ZPP_GRAD_FILE_LOADED) return ZPP_OK;
@@ -216,13 +216,13 @@ static zpp_status store(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_e
     return ZPP_OK;
 }
 
-/* All that this backward adds is in it: stored, or kept for a step inside the backward. */
+/* Store a shard to which this backward adds nothing more, or keep it for a step inside the backward. */
 static zpp_status complete(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     grad->lost = zero->grad_file.status != ZPP_OK;
     return zero->grad_file.keeps ? ZPP_OK : store(zero, grad, err);
 }
 
-/* Its memory goes, and it is not written. */
+/* Release the memory of the shard without a write. */
 static zpp_status drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     if (grad->grad_file_state == ZPP_GRAD_FILE_READING) status = load_wait(zero, grad, &patience);
@@ -232,7 +232,7 @@ static zpp_status drop(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     return release_memory(zero, grad, err);
 }
 
-/* Stored; returns when that is over. The first failure of all shards. */
+/* Store the shard, and wait for its write. Return the first failure of all shards. */
 static zpp_status settle(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     zpp_status status = load_wait(zero, grad, &patience);
     if (status == ZPP_OK) status = store(zero, grad, err);
@@ -272,7 +272,7 @@ static zpp_status store_all(zpp_zero *zero, struct zpp_err *err) {
     return ZPP_OK;
 }
 
-/* --- forgetting --------------------------------------------------------------------------------------------------- */
+/* --- clearing ----------------------------------------------------------------------------------------------------- */
 
 static void clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
     if (is_held(zero, grad)) {
@@ -305,7 +305,7 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     out->grad_bytes += seen.resident_bytes - zero->back_bytes;
 }
 
-/* Each shard has two places in the file, which change places. */
+/* Exchange the two places that each shard has in the file. */
 static zpp_status flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     if (!zero->delays_steps)
         return zpp_fail(err, ZPP_STATE, "zero: the gradient of unit %s has no back buffer in its file; call "

@@ -91,7 +91,7 @@ static zpp_status make_capacity(zpp_unit_file *unit_file, struct unit_file_windo
     return ZPP_OK;
 }
 
-/* What the segments have in the file is in the buffer from here on. */
+/* Let the segments point at the buffer for what they have in the file. */
 static void move_segments(const zpp_unit_file *unit_file, const struct unit_file_window *window,
                           struct zpp_optim_segment *first, size_t count, size_t stride_bytes) {
     size_t at_run = 0, end = 0;
