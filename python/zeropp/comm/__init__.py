@@ -2,7 +2,7 @@
 """The communicator of zeropp: collectives over shared memory within a host, over TCP between hosts.
 
 :func:`communicator` gives the C object over any running torch.distributed group (whatever its backend: only its store is
-used). :class:`Communicator` is its door for tensors, and the shortest way to a collective; through torch.distributed
+used). :class:`Communicator` takes tensors, and is the shortest way to a collective; through torch.distributed
 (``init_process_group("zeropp")``, see :mod:`zeropp.process_group`) the same engine costs a few microseconds more a call.
 
 Tensors made by :func:`empty` lie in the communicator's arena: large collectives read them in place, one copy a byte.

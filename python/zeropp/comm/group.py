@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communicators over the C core: made over a group's store, with a door for tensors, and counted together."""
+"""Communicators over the C core: made over a group's store, with a class that takes tensors, and counted together."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ scales, NVMe is read once in a forward, each host has a copy, and nothing crosse
 Over H hosts of L ranks a gather brings (H-1) shards over the network, a reduction as much, stage 0's 2 (H-1)/H of a
 rank's L-th part (docs/design/0016); parameters on NVMe lie in a file of each rank's own, and are gathered.
 
-With ``Comm(params=..., grads=...)`` what travels is an image of b bits an element and 4 bytes a block, and a shard is
-held with its image beside it (docs/design/0015).
+With ``Comm(params=..., grads=...)`` a quantised copy travels: b bits an element and 4 bytes a block. A shard is held with
+its copy beside it (docs/design/0015).
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def ignored_parameters(model: nn.Module, names: Iterable[str]) -> dict[nn.Parame
     return found
 
 
-def refuse_lazy(model: nn.Module, door: str) -> None:
-    """Raise if a parameter or buffer waits for a first batch to tell its shape (``torch.nn.LazyLinear`` and its kin).
+def refuse_lazy(model: nn.Module, caller: str) -> None:
+    """Raise if a parameter or buffer waits for a first batch to tell its shape (as of ``torch.nn.LazyLinear``).
 
     Raises:
         zeropp.ConfigError: names it, and its module.
@@ -179,8 +179,8 @@ def refuse_lazy(model: nn.Module, door: str) -> None:
             if tensor is not None and is_lazy(tensor):
                 name, where = (f"{path}.{key}", f"module '{path}'") if path else (key, "the model")
                 raise ConfigError(
-                    f"{door}: '{name}' has no shape yet: {where} is a {type(module).__name__}, which takes its shape from the first batch; "
-                    f"run one batch first (model(batch)), build the optimizer then, and call {door} after that"
+                    f"{caller}: '{name}' has no shape yet: {where} is a {type(module).__name__}, which takes its shape from the first batch; "
+                    f"run one batch first (model(batch)), build the optimizer then, and call {caller} after that"
                 )
 
 

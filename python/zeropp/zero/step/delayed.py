@@ -35,10 +35,10 @@ class Delayed(StepSchedule):
         self._engine = weakref.ref(engine)
         self._core = engine.core
         self.exact_steps = exact_steps
-        self._aside = {unit.index: _aside(unit) for unit in engine.units if unit.trainable}
+        self._back_buffers = {unit.index: _back_buffer(unit) for unit in engine.units if unit.trainable}
         for unit in engine.units:
             if unit.trainable:
-                unit.core.set_back_buffer(self._aside[unit.index].data_ptr())
+                unit.core.set_back_buffer(self._back_buffers[unit.index].data_ptr())
         self._end = weakref.finalize(self, _end, engine.core, os.getpid())  # before the tier's, which was made earlier
         tiers = [part for part in (engine.states, engine.params, engine.grads) if isinstance(part, FileStore)]
         for tier in tiers:
@@ -140,8 +140,8 @@ class Delayed(StepSchedule):
         """``steps`` begun, ``step_ns`` that they ran, ``waited_ns`` that :meth:`step` and :meth:`flush` waited for them,
         ``held_bytes`` in memory: back buffers of values and of gradients."""
         seen: dict[str, int] = self._core.delayed_figures()
-        aside = sum(values.nbytes for values in self._aside.values())
-        return {**seen, "held_bytes": aside + seen.pop("back_bytes")}
+        held_bytes = sum(values.nbytes for values in self._back_buffers.values())
+        return {**seen, "held_bytes": held_bytes + seen.pop("back_bytes")}
 
     def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
         exact = sizes_of(engine, padded=False)
@@ -163,7 +163,7 @@ class Delayed(StepSchedule):
         self._end()
 
 
-def _aside(unit: Unit) -> torch.Tensor:
+def _back_buffer(unit: Unit) -> torch.Tensor:
     """Return memory for new values of the resident part of a shard. fp32: the optimizer's own copy, which without the delay is the
     shard itself."""
     if not unit.in_file and unit.dtype == torch.float32:
