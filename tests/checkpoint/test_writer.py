@@ -104,10 +104,11 @@ def groups(rank: int, ranks: int, path: str) -> None:
         except CheckpointError as error:
             (folder / f"groups.{rank}").write_text(f"{time.monotonic() - begun}\n{error}")
         dist.barrier()
+        folder_writer.RECORD_WAIT_S = 20.0  # so that a slow disk is not taken for a wait of one group for the other
         begun = time.monotonic()
         where = zeropp.save(folder / ("a" if rank < 2 else "b"), model, optimizer, step=3)
         assert zeropp.load(where, model, optimizer)["step"] == 3
-        assert time.monotonic() - begun < 1.9, "a group waited in vain"
+        assert time.monotonic() - begun < 15, "a group waited for the record of the other one"
 
 
 def test_two_groups_of_one_job_hear_of_each_other(tmp_path):
