@@ -63,7 +63,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 _, code = os.waitpid(pid, 0)
-                with contextlib.suppress(BrokenPipeError):  # nobody reads it any more
+                with contextlib.suppress(BrokenPipeError):  # the reader is gone
                     os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
                 os.close(status)
                 continue

@@ -271,7 +271,7 @@ def test_whole() -> None:
             for name, values in zeropp.full_state_dict(other).items():
                 assert torch.equal(values, wanted[name].to(values.dtype)), (config, name)
             dist.barrier()
-        try:  # a file that one rank does not see: an error on every rank, and nobody waits
+        try:  # a file that one rank does not see: an error on every rank, without a wait
             zeropp.load_full_state_dict(other, folder / ("absent.bin" if dist.get_rank() == 1 else "export"))
         except CheckpointError as error:
             assert "absent.bin: cannot be mapped" in str(error), error

@@ -449,7 +449,7 @@ def test_checksums_of_all_tiers() -> None:
         for tier, first in zip(tiers, before, strict=True):
             seen = tier.figures()
             read, checked = (seen[kind] - first[kind] for kind in ("read_bytes", "checked_bytes"))
-            # What rounds a unit of parameters up to pages is nobody's, and was never written.
+            # The bytes that round a unit of parameters up to pages belong to no rank, and were never written.
             rounding = 4096 * (seen["loads"] - first["loads"]) if tier is tiers[0] else 0
             others_read = (
                 tier is tiers[0] and dist.get_world_size() > 1

@@ -94,7 +94,7 @@ def test_counted() -> None:
     for how, shared in (("checkpoint", False), ("checkpoint", True), ("reentrant", True)):
         model = replicated(how)
         seen: list[StorageWeakRef] = []
-        for block in model.blocks[1:]:  # the first one's input is the embedding's output, held by nobody either
+        for block in model.blocks[1:]:  # the first one's input is the embedding's output, which nothing holds either
             block.register_forward_pre_hook(
                 lambda _, args, to=seen: to.append(StorageWeakRef(args[0].untyped_storage()))
             )

@@ -138,7 +138,7 @@ def different_models() -> list[str]:
 
 
 def different_configs() -> list[str]:
-    """Each on the last rank only, and heard on all before anything is allocated. The models can be prepared after it."""
+    """Each mistake is on the last rank only. All ranks raise before they allocate; the models can then be prepared."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     last = rank == ranks - 1
     fp16 = zeropp.Precision(param="fp16", reduce="fp32")

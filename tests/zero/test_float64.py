@@ -70,7 +70,7 @@ class Fine(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Four types in one module; what is computed in float64 knows nothing of the others."""
+    """Four types in one module. What is computed in float64 does not depend on the parameters of the other types."""
 
     def __init__(self) -> None:
         super().__init__()

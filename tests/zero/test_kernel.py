@@ -59,7 +59,7 @@ class Rows(nn.Module):
 
 
 def proportional_bytes() -> int:
-    """This process's memory, shared pages divided by who shares them."""
+    """Return this process's memory. A shared page counts by its share."""
     with Path("/proc/self/smaps_rollup").open() as rollup:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 

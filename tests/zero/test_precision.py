@@ -407,7 +407,7 @@ def test_master_bf16_resumed() -> None:
 
 
 class Probe(nn.Module):
-    """Two checkpointed blocks; remembers what it saw."""
+    """Three blocks, checkpointed or not. `seen` holds the types of their outputs."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()

@@ -168,7 +168,7 @@ def _try(read: Callable[[Any], Any], of: Any) -> dict[str, Any]:
 
 @functools.cache
 def every_read(mode: str) -> dict[str, Any]:
-    """All of them, right after prepare, and again after a step; the model trains on as if nobody had asked."""
+    """Try every read after prepare and after a step. The model trains on like one whose values were not read."""
     model, optimizer = prepared(mode)
     untouched, control = prepared(mode)
     answer: dict[str, Any] = {}
