@@ -25,8 +25,7 @@ static struct zpp_cuda_block *take_block(struct zpp_cuda_device *cuda, struct zp
     return block;
 }
 
-/* Without the lock: cuMemFree waits for the streams of the device, and they may wait for what another thread has still
- * to enqueue. */
+/* Without the lock: cuMemFree waits for streams, which may wait for what another thread has still to enqueue. */
 static void free_block(const struct zpp_cuda_device *cuda, struct zpp_cuda_block *block) {
     cuda->api->cuMemFree(block->start);
     free(block);

@@ -44,9 +44,8 @@ size_t zpp_wrap_own_bytes(const zpp_wrap *wrap);        /* of units with memory 
 bool zpp_wrap_meet(const zpp_wrap *wrap, int a, int b);
 
 /* Order `stream`, which will write the unit, after all that used its memory. A unit that is whole already is taken
- * again at no cost. AGAIN: it was not taken. Unit `*blocker` is whole and meets it; or, where that is -1, an earlier
- * release is still in a host queue (HOST and THREAD streams of cuda) or not complete (HOST streams of cpu): poll the
- * stream that released, then try again. */
+ * again at no cost. AGAIN: it was not taken. Unit `*blocker` is whole and meets it; or `*blocker` is -1, and an earlier
+ * release is not enqueued yet (HOST streams of cpu: not complete): poll the stream that released, then try again. */
 zpp_status zpp_wrap_take(zpp_wrap *wrap, int unit, zpp_stream *stream, int *blocker, struct zpp_err *err);
 /* Record that the operations of `stream` so far are the last that use the unit. */
 zpp_status zpp_wrap_release(zpp_wrap *wrap, int unit, zpp_stream *stream, struct zpp_err *err);

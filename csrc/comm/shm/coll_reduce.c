@@ -4,8 +4,7 @@
  *
  *   small     payload beside the signature
  *   in place  every tensor lies in an arena
- *   staged    rounds of ZPP_STAGE_BYTES; the root publishes empty rounds, and the others take rounds without reading
- *             them
+ *   staged    rounds of ZPP_STAGE_BYTES; the root publishes empty rounds, the others take rounds without reading them
  */
 #include <string.h>
 

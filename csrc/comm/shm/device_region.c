@@ -53,18 +53,6 @@ static zpp_status diverged(struct zpp_comm *comm, const struct making *making, i
                          (unsigned long long)theirs->b);
 }
 
-/* Map what one rank sent. */
-static void map_part(struct zpp_device_region *region, int rank, int fd, struct zpp_err *own) {
-    if (fd >= 0) {
-        (void)zpp_peer_cuda_import(region->device, fd, region->bytes, &region->part[rank], own);
-        return;
-    }
-    zpp_fail_rank(own, ZPP_OS, rank,
-                  "comm: the descriptor of rank %d's memory was lost on its way, wanted one for %zu bytes; is this "
-                  "process at its limit of open files (`ulimit -n`)?",
-                  rank, region->bytes);
-}
-
 /* Map the part of one rank. `*own`: OK so far; an error of mapping goes there, because the group goes on after it. */
 static zpp_status take_part(struct zpp_wait_ctx *wait_ctx, struct zpp_device_region *region,
                             const struct making *making, int rank, struct zpp_err *own, struct zpp_err *err) {
@@ -73,8 +61,11 @@ static zpp_status take_part(struct zpp_wait_ctx *wait_ctx, struct zpp_device_reg
     const zpp_status status =
         zpp_message_wait(wait_ctx, rank, ZPP_MESSAGE_DEVICE_REGION, making->number, &theirs, &fd, err);
     if (status != ZPP_OK) return status;
-    const bool same = theirs.b == making->bytes;
-    if (same && theirs.a == WITH_MEMORY && own->status == ZPP_OK) map_part(region, rank, fd, own);
+    const bool same = theirs.b == making->bytes, maps = same && theirs.a == WITH_MEMORY && own->status == ZPP_OK;
+    if (maps && fd >= 0) (void)zpp_peer_cuda_import(region->device, fd, region->bytes, &region->part[rank], own);
+    if (maps && fd < 0)
+        zpp_fail_rank(own, ZPP_OS, rank, "comm: %zu bytes of rank %d came without a descriptor, wanted one; is this "
+                      "process at its limit of open files (`ulimit -n`)?", region->bytes, rank);
     if (fd >= 0) close(fd);
     return same ? ZPP_OK : diverged(wait_ctx->comm, making, rank, &theirs, err);
 }
@@ -166,9 +157,7 @@ zpp_status zpp_device_region_create(zpp_comm *comm, zpp_device *device, size_t b
 
 void zpp_device_region_destroy(zpp_device_region *region) {
     if (!region) return;
-    for (int r = 0; r < region->ranks; r++) {
-        if (region->part[r].base) zpp_peer_cuda_unmap(region->device, &region->part[r]);
-    }
+    for (int r = 0; r < region->ranks; r++) zpp_peer_cuda_unmap(region->device, &region->part[r]);
     zpp_region_destroy(region->host);
     free(region);
 }
