@@ -226,6 +226,7 @@ def master_values(model: nn.Module) -> dict[str, Tensor]:
             parts = [torch.empty_like(unit.master) for _ in range(engine.ranks)]
             dist.all_gather(parts, unit.master)
             whole = torch.cat(parts)
-        for names, _, offset, numel, shape in unit.params:
-            found[names[0]] = whole[offset : offset + numel].view(shape).clone()
+        for entry in unit.params:
+            values = whole[entry.offset_elems : entry.offset_elems + entry.numel]
+            found[entry.names[0]] = values.view(entry.shape).clone()
     return found

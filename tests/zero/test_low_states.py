@@ -38,7 +38,7 @@ def moments_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 def _operator(model: nn.Module, state: str, amsgrad: bool) -> tuple[list[str], list[Tensor], dict[str, Any]]:
     """Parameters in the model's order of units, whole, and moments of zeros for the operator."""
-    names = [names[0] for unit in engine_of(model).units for names, *_ in unit.params]
+    names = [entry.names[0] for unit in engine_of(model).units for entry in unit.params]
     with zeropp.gathered(model):
         values = dict(model.named_parameters())
         params = [values[name].detach().clone().reshape(-1) for name in names]

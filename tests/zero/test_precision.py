@@ -334,7 +334,7 @@ def test_master_bf16() -> None:
             assert zeropp.memory(model, optimizer)["cpu"]["master"]["held"] == 0
             with zeropp.gathered(model):
                 named = {n: p.detach().clone() for n, p in model.named_parameters()}
-            order = [names[0] for unit in engine_of(model).units for names, *_ in unit.params]
+            order = [entry.names[0] for unit in engine_of(model).units for entry in unit.params]
             values = {n: named[n] for n in order}
             moments: dict[str, Any] = {
                 which: {n: torch.zeros(p.numel(), dtype=kind) for n, p in values.items()} for which in "mv"
