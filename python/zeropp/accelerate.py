@@ -54,7 +54,7 @@ class _PreparedOptimizer(AcceleratedOptimizer):
         return bool(self.optimizer.overflow)
 
     def flush(self) -> None:
-        """With ``Offload(delayed_update=)``: the model has the newest weights. Collective; before an evaluation, and after the last step."""
+        """With ``Offload(delayed_update=)``, give the model the newest weights. Collective; call it before an evaluation, and after the last step."""
         self.optimizer.flush()
 
 
@@ -99,7 +99,7 @@ class ZeroppAccelerator(Accelerator):
         self.zeropp_config = config
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As upstream; models are partitioned in place, each with the optimizer among ``args`` that holds its parameters."""
+        """Do as upstream; models are partitioned in place, each with the optimizer among ``args`` that holds its parameters."""
         optimizers = [plain_optimizer(one) for one in args if isinstance(one, torch.optim.Optimizer)]
         for one in args:
             if isinstance(one, nn.Module):
@@ -107,7 +107,7 @@ class ZeroppAccelerator(Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As upstream: autocast, but no wrapper; where Accelerate would compile the model, its repeated blocks are compiled, in place."""
+        """Do as upstream: autocast, but no wrapper; where Accelerate would compile the model, its repeated blocks are compiled, in place."""
         self._partition(model, None)
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO
@@ -144,7 +144,7 @@ class ZeroppAccelerator(Accelerator):
         return [one for one in found if isinstance(one, zero.step.optimizer.ZeroOptimizer)]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As upstream; with fp16 the loss is scaled by the optimizer that will step on it."""
+        """Do as upstream; with fp16 the loss is scaled by the optimizer that will step on it."""
         with zero.step.optimizer.scaled_for(self._prepared_optimizers(), loss) as scaled:
             super().backward(scaled, **kwargs)
 
@@ -188,7 +188,7 @@ class ZeroppAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _partitioned_apart(self) -> Iterator[list[tuple[str, nn.Module, Any]]]:
-        """(folder, model, its optimizer) of each partitioned model; upstream's own lists lack them meanwhile."""
+        """Yield (folder, model, its optimizer) of each partitioned model; upstream's own lists lack them meanwhile."""
         models: list[Any] = self._models
         optimizers: list[Any] = self._optimizers
         of = {id(one._engine): one for one in self._prepared_optimizers()}

@@ -52,7 +52,7 @@ class Future(Protocol):
     """
 
     def done(self) -> bool:
-        """Whether the request is over: done, failed or cancelled."""
+        """Return whether the request is over: done, failed or cancelled."""
         ...
 
     def wait(self, timeout: float | None = None) -> None:
@@ -208,7 +208,7 @@ class Engine:
             self._tell()
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor in the engine's arena: aligned for O_DIRECT, locked, of exact size (rounded up to 4096 bytes).
+        """Return a tensor in the engine's arena: aligned for O_DIRECT, locked, of exact size (rounded up to 4096 bytes).
 
         Its contents are undefined. The memory goes back when the tensor and its views die, also after ``close``.
 

@@ -99,7 +99,7 @@ _MOST_RANKS = 8
 
 
 def shown(value: object) -> str:
-    """`repr(value)`, shortened.
+    """Return `repr(value)`, shortened.
 
     An int of more than 4300 digits has no `repr`, and a user's class may raise in its own.
     """
@@ -111,7 +111,7 @@ def shown(value: object) -> str:
 
 
 def what_it_is(value: object) -> str:
-    """An argument of a wrong type: `3, an int`, `the class Linear`, `None`; the type alone where the value is long."""
+    """Describe an argument of a wrong type: `3, an int`, `the class Linear`, `None`; the type alone where the value is long."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -122,22 +122,22 @@ def what_it_is(value: object) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """`1 unit`, `2 units`."""
+    """Return `1 unit`, `2 units`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def are(count: int) -> str:
-    """`is` after one thing, else `are`."""
+    """Return `is` after one thing, else `are`."""
     return "is" if count == 1 else "are"
 
 
 def seconds(value: float) -> str:
-    """`0.35 s`, `12.5 s`, `1800 s`."""
+    """Return `0.35 s`, `12.5 s`, `1800 s`."""
     return f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 3, 5 and 7`; of many the first ones, and how many more."""
+    """Return `rank 3`, or `ranks 3, 5 and 7`; of many the first ones, and how many more."""
     first = [str(rank) for rank in ranks[:_MOST_RANKS]]
     if len(ranks) > _MOST_RANKS:
         return f"ranks {', '.join(first)} and {len(ranks) - _MOST_RANKS} more"
@@ -147,7 +147,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message that is not empty, with the next where it ends in a colon; the name of its class where it
+    """Return the first line of an error's message that is not empty, with the next where it ends in a colon; the name of its class where it
     says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -122,7 +122,7 @@ def let_end(root: Path) -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    """The end of the process waits, and says what was lost."""
+    """Wait for all saves at the end of the process; raise the first error."""
     errors = [error for saving in list(_unsettled) if (error := saving.end()) is not None]
     if errors:
         raise errors[0]

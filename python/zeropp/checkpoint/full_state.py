@@ -30,7 +30,7 @@ EXTRA_STATE = "_extra_state"  # torch's own key
 
 
 def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
-    """Elements from ``at`` on of a unit's flat buffer, where this rank holds them: shard, whole copy and fp32 master.
+    """Write elements from ``at`` on of a unit's flat buffer, where this rank holds them: shard, whole copy and fp32 master.
 
     Call it inside ``engine.write_shards()``.
     """
@@ -47,7 +47,7 @@ def write_piece(unit: Unit, at: int, values: torch.Tensor) -> None:
 def named_full_tensors(
     model: nn.Module, bucket_bytes: int = BUCKET_BYTES, *, only: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter whole, one after the other, then the persistent buffers; collective, so every rank iterates to
+    """Yield every parameter whole, one after the other, then the persistent buffers; collective, so every rank iterates to
     the end.
 
     Args:
@@ -121,7 +121,7 @@ def _take_rank_0s(engine: Engine, copies: list[torch.Tensor]) -> None:
 
 
 def _aliases(engine: Engine, model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or persistent buffer -> the name it is gathered under."""
+    """Map every name of a parameter or persistent buffer to the name it is gathered under."""
     first = {name: entry.names[0] for unit in engine.units for entry in unit.params for name in entry.names}
     seen: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -173,7 +173,7 @@ class _Parts:
     def fill(
         self, fills: safefile.Fills, name: str, kind: str, begin: int, values: torch.Tensor, pieces: list[list[int]]
     ) -> None:
-        """Elements from ``begin`` on of a parameter or a state of it, into contiguous memory; read straight there
+        """Read elements from ``begin`` on of a parameter or a state of it into contiguous memory; read straight there
         where the types agree."""
         for rank, key, first, low, high in _overlaps(name, kind, begin, begin + values.numel(), pieces):
             file, target = self.tensors(rank), values[low - begin : high - begin]

@@ -329,7 +329,7 @@ def _common_pieces(
 
 
 def _left_out(engine: Engine, only: Callable[[str], bool] | None) -> set[str]:
-    """First names of the parameters that are not wanted under any of their names."""
+    """Return the first names of the parameters that are not wanted under any of their names."""
     entries = [] if only is None else [entry for unit in engine.units for entry in unit.params]
     return {entry.names[0] for entry in entries if only is not None and not any(map(only, entry.names))}
 

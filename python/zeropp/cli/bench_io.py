@@ -73,7 +73,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 
 def engine_contender(engine: Engine, path: Path, setting: tuple[int, int]) -> Contender:
-    """The engine with one setting, and memory of its own arena."""
+    """Return the engine with one setting, and memory of its own arena."""
     tensor = engine.empty(FILE_BYTES, torch.uint8).random_()
     engine.write(tensor, path).wait()  # fresh blocks once, so that every round overwrites
 
@@ -114,7 +114,7 @@ def plain_contender(path: Path, buffer: mmap.mmap, threads: int, block_bytes: in
 
 
 def rounds(contenders: list[Contender], until: float) -> dict[str, list[tuple[float, float]]]:
-    """(read, write) of each contender, a round at a time, in alternating order; at least one round."""
+    """Return (read, write) of each contender, a round at a time, in alternating order; at least one round."""
     seen: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in contenders}
     number, longest = 0, 0.0
     while number == 0 or time.monotonic() + longest < until:
@@ -128,7 +128,7 @@ def rounds(contenders: list[Contender], until: float) -> dict[str, list[tuple[fl
 
 
 def measure(folder: Path) -> tuple[IoSettings, dict[str, float], list[dict[str, object]]]:
-    """The best settings, how near the limit they come ({"read": 0..1, "write": 0..1}), and a row for each contender."""
+    """Return the best settings, how near the limit they come ({"read": 0..1, "write": 0..1}), and a row for each contender."""
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < 2 * FILE_BYTES:
         raise Error(f"bench-io: {folder} has {free} bytes free, wanted {2 * FILE_BYTES}; choose another folder")
@@ -197,7 +197,7 @@ def striped(folders: list[Path]) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; its exit status."""
+    """Run the command; return its exit status."""
     try:
         chosen = config_folders("bench-io", options.path)
     except ConfigError as error:

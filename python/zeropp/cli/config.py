@@ -79,7 +79,7 @@ def _notes(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _pieces(keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(path, value, the smallest configuration that has this key)."""
+    """Yield (path, value, the smallest configuration that has this key)."""
     stage = keys.get("zero_optimization", {}).get("stage", 0) if isinstance(keys.get("zero_optimization"), dict) else 0
     for name, value in keys.items():
         if name == "zero_optimization" and isinstance(value, dict):
@@ -139,7 +139,7 @@ def _merge(into: dict[str, Any], alone: Mapping[str, Any]) -> None:
 
 
 def _whole(accepted: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any] | None, str | None]:
-    """The configuration of all accepted keys together, or why they do not go together."""
+    """Return the configuration of all accepted keys together, or why they do not go together."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

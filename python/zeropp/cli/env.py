@@ -81,7 +81,7 @@ def cuda_version_text(version: int) -> str:
 
 
 def needed_driver(toolkit: int) -> str:
-    """The driver that kernels made by this toolkit need."""
+    """Return the driver that kernels made by this toolkit need."""
     major = toolkit // 1000
     return f"CUDA {major}.0, driver {OLDEST_DRIVER.get(major, 'of that CUDA')} or later"
 
@@ -114,7 +114,7 @@ def nccl_version() -> dict[str, Any]:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The table of a result of ``collect``: (what, what was found)."""
+    """Return the table of a result of ``collect``: (what, what was found)."""
     cpu, uring = found["cpu"], found["io_uring"]
     level = cpu["level"] if cpu["level"] == cpu["detected"] else f"{cpu['level']} (ZEROPP_CPU; has {cpu['detected']})"
     if not uring["built"]:

@@ -131,7 +131,7 @@ def _format_of(said: str) -> tuple[str, Any]:
 
 
 def _build(what: str) -> Any:
-    """The model on the meta device."""
+    """Return the model on the meta device."""
     _, colon, _ = what.partition(":")
     return _call(what) if colon and not Path(what).exists() else _hugging_face(what)
 
@@ -167,7 +167,7 @@ def _call(what: str) -> Any:
 
 
 def _needed(maker: Any) -> list[str]:
-    """Names of the arguments without which it cannot be called."""
+    """Return the names of the arguments without which it cannot be called."""
     try:
         parameters = inspect.signature(maker).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature: the call will tell
@@ -199,7 +199,7 @@ def _hugging_face(what: str) -> Any:
 
 
 def _disk(folder: str) -> tuple[int, int] | None:
-    """(device, bytes free) of its file system, or that of the nearest folder above it that is there; None: it cannot be
+    """Return (device, bytes free) of its file system, or that of the nearest folder above it that is there; None: it cannot be
     asked."""
     try:
         there = next(one for one in (Path(folder), *Path(folder).absolute().parents) if one.exists())
@@ -209,7 +209,7 @@ def _disk(folder: str) -> tuple[int, int] | None:
 
 
 def _rooms(shares: dict[str, float], ranks: int) -> Iterator[tuple[str, float, float, int | None]]:
-    """(folder, bytes of ``ranks`` ranks, those in all folders on its disk, bytes free there)."""
+    """Yield (folder, bytes of ``ranks`` ranks, those in all folders on its disk, bytes free there)."""
     disks = {folder: _disk(folder) for folder in shares}
     for folder, disk in disks.items():
         neighbours = [one for one, other in disks.items() if disk and other and other[0] == disk[0]] or [folder]

@@ -203,7 +203,7 @@ def _empty(comm: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def empty(
     *shape: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Like ``torch.empty``, in memory that the peers map: collectives of the group read it in place where every rank's tensor is such.
+    """Return a tensor as ``torch.empty`` does, in memory that the peers map: collectives of the group read it in place where every rank's tensor is such.
 
     Local; the memory goes back when the tensor dies, which may be after the end of the group.
     """
@@ -346,7 +346,7 @@ class Communicator:
         return tensor
 
     def gather(self, output: torch.Tensor | None, source: torch.Tensor, root: int = 0) -> torch.Tensor | None:
-        """The root's output = every rank's source, one after the other. `output` of other ranks is not looked at."""
+        """Fill the root's output with every rank's source, one after the other. `output` of other ranks is not looked at."""
         _check(source)
         self._check_root("gather", root)
         size_bytes = source.numel() * source.element_size()

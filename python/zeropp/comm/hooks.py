@@ -54,7 +54,7 @@ def _wanted(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ddp_hook(*, bits: int = 8, block_elems: int = 256) -> Callable[[Any, Any], Any]:
-    """A communication hook that averages DDP's gradients in 8 or 4 bits: ``model.register_comm_hook(group, zeropp.comm.ddp_hook(bits=8))``.
+    """Return a communication hook that averages DDP's gradients in 8 or 4 bits: ``model.register_comm_hook(group, zeropp.comm.ddp_hook(bits=8))``.
 
     `group` is the one that DDP uses; None: the world. Gradients are quantised on the way to the rank that adds them and on the way
     back, in blocks with an fp32 scale: 1/2 or 1/4 of bf16's bytes, 1/4 or 1/8 of fp32's, plus 4 bytes a block. Every rank gets the

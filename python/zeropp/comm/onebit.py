@@ -81,7 +81,7 @@ class OneBitAllReduce:
         self._gathered = gather
 
     def decode_(self, output: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False) -> torch.Tensor:
-        """``output = scale * mean``, or ``output += scale * mean``; the same bits on every rank.
+        """Set ``output = scale * mean``, or ``output += scale * mean``; the same bits on every rank.
 
         Args:
             output: ``elems`` elements, fp32, bf16 or fp16.

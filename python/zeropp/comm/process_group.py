@@ -139,7 +139,7 @@ class _Pending(_Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """A future of the tensors. A failure becomes an error in C++, too: DDP reads the value there, and Future.set_exception would
+        """Return a future of the tensors. A failure becomes an error in C++, too: DDP reads the value there, and Future.set_exception would
         only put a Python object in its place. That is why the value comes out of a ``then``.
         """
         if self._future is None:
@@ -177,7 +177,7 @@ def _check(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(tensor: torch.Tensor, op: int) -> torch.Tensor:
-    """The tensor as reductions see it: complex numbers are pairs, which may only be added."""
+    """Return the tensor as reductions see it: complex numbers are pairs, which may only be added."""
     if not tensor.is_complex():
         return tensor
     if op not in (OP_CODES["sum"], OP_CODES["avg"]):
@@ -240,7 +240,7 @@ def _pieces(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
 
 
 def _only(what: str, tensors: Tensors | torch.Tensor) -> torch.Tensor:
-    """The tensor of a call that takes one. Several once were one a GPU of a process, which nothing sensible can be done with."""
+    """Return the tensor of a call that takes one. Several were once one a GPU of a process; they are refused."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -687,7 +687,7 @@ class ProcessGroup(_ProcessGroup):
         return self._run("barrier", opts, 0, 0, 0, None, None, 0, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that, like every wait of this backend, names the absent ranks when `timeout` is over."""
+        """Wait for all ranks, and, like every wait of this backend, name the absent ranks when `timeout` is over."""
         self.comm.barrier_within((timeout or self._timeout).total_seconds())
 
     # -- several calls as one ----------------------------------------------------------------------------------------------
@@ -719,7 +719,7 @@ class ProcessGroup(_ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> ProcessGroup | None:
-        """A group of some of this one's ranks; None on the others. Called by the ranks of `ranks` alone, or by all."""
+        """Make a group of some of this one's ranks; None on the others. Called by the ranks of `ranks` alone, or by all."""
         if self._me not in ranks:
             return None
         name = group_name or ":".join(map(str, ranks))

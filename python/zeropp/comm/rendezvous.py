@@ -197,7 +197,7 @@ class Rendezvous:
 
 
 def logs(ranks: list[int]) -> str:
-    """Whose output to read."""
+    """Name the output to read."""
     return "its log" if len(ranks) == 1 else "their logs"
 
 

@@ -128,7 +128,7 @@ NOTES: dict[str, Note] = {
 
 
 def left_out(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(path, note) of the keys that a file lacks, where that means something else than one may have read."""
+    """Yield (path, note) of the keys that a file lacks, where that means something else than one may have read."""
     for path, note in NOTES.items():
         section = _find(keys, note.section) if note.section else keys
         if isinstance(section, Mapping) and section.get("enabled", True) is not False and _find(keys, path) is None:

@@ -108,7 +108,7 @@ def finite(value: object) -> bool:
 
 
 def folders(path: str, value: object) -> str | tuple[str, ...]:
-    """A folder's name, or those of several: a tuple, each once. One alone is a name, however it was given."""
+    """Return a folder's name, or those of several: a tuple, each once. One alone is a name, however it was given."""
     wanted = "a folder's name, or a list of up to 16, one for each disk"
     several = isinstance(value, (list, tuple))
     names: list[str] = []

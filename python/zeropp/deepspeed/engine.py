@@ -182,7 +182,7 @@ def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
 
 
 def _check_again(model: nn.Module, settings: Config) -> None:
-    """A model keeps the configuration that it was prepared with (by an engine without an optimizer)."""
+    """Check that a model keeps the configuration that it was prepared with (by an engine without an optimizer)."""
     there = engine_of(model).config
     for name in ("stage", "precision", "loss_scale", "comm", "clip", "units"):
         was, wanted = getattr(there, name), getattr(settings, name)
@@ -371,7 +371,7 @@ class Engine(Saving):
         return (self.micro_steps + 1) % self.zeropp_config.accumulate == 0 if self._last is None else self._last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Whether the micro-batch at hand, and those after it, are the last one of their step, whatever the counting says."""
+        """Say whether the micro-batch at hand, and those after it, are the last one of their step, whatever the counting says."""
         self._last = bool(is_boundary)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
@@ -396,7 +396,7 @@ class Engine(Saving):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """As there, to host memory; without an accelerator all states are there already. To disk: :func:`zeropp.offload_states`."""
+        """Refuse what is not host memory; without an accelerator all states are there already. To disk: :func:`zeropp.offload_states`."""
         where = str(getattr(device, "value", device))
         if where not in ("cpu", "none"):
             raise ConfigError(f'offload_states: device {where!r} is not allowed; wanted "cpu"')
@@ -415,7 +415,7 @@ class Engine(Saving):
         compiled_autograd_enabled: bool = False,
         **kwargs: Any,
     ) -> None:
-        """``module.compile``. A ``schedule`` is of DeepCompile, which is refused, as is compiled autograd."""
+        """Call ``module.compile``. A ``schedule`` is of DeepCompile, which is refused, as is compiled autograd."""
         if schedule is not None or compiled_autograd_enabled:
             name = "schedule" if schedule is not None else "compiled_autograd_enabled"
             raise ConfigError(f"engine.compile: {name} is not supported by zeropp; leave it out")
@@ -423,7 +423,7 @@ class Engine(Saving):
         self.is_compiled = True
 
     def destroy(self) -> None:
-        """Nothing is held beyond the model and the optimizer."""
+        """Do nothing: nothing is held beyond the model and the optimizer."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.module.zero_grad(set_to_none)

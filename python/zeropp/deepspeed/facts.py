@@ -148,7 +148,7 @@ class Monitor:
     enabled = False
 
     def write_events(self, event_list: Any, flush: bool = True) -> None:
-        """Nothing is logged by itself; log zeropp.memory() and zeropp.traffic() from the loop."""
+        """Do nothing: nothing is logged by itself; log zeropp.memory() and zeropp.traffic() from the loop."""
 
 
 class ThroughputTimer:
@@ -239,7 +239,7 @@ class Facts(nn.Module):
         return bool(self.said("gradient_allreduce_op", "mean") == "mean")
 
     def said(self, path: str, default: Any = None) -> Any:
-        """The value of a key of the file, by its path; the default where it is left out or "auto"."""
+        """Return the value of a key of the file, by its path; the default where it is left out or "auto"."""
         value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
@@ -261,7 +261,7 @@ class Facts(nn.Module):
         return None if micro is None else micro * self.zeropp_config.accumulate * self.world_size
 
     def get_batch_info(self) -> tuple[Any, Any, Any]:
-        """The three methods, as there, not their values."""
+        """Return the three methods, as DeepSpeed does, not their values."""
         return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
 
     # -- precision -----------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Facts(nn.Module):
         return _DTYPES[said if said in _DTYPES and said is not None else self.zeropp_config.dtype_name]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(of the model, of accumulated gradients)"""
+        """Return the types of the model and of accumulated gradients."""
         accumulated = self.said("data_types.grad_accum_dtype")
         low = _DTYPES[self.zeropp_config.dtype_name]
         return low, _DTYPES.get(accumulated, torch.float32) if accumulated else low
@@ -330,7 +330,7 @@ class Facts(nn.Module):
         return bool(self.said("zero_optimization.overlap_comm", self.zeropp_config.stage == 3))
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Whether states are offloaded from a device: to host memory or to disks."""
+        """Return whether states are offloaded from a device: to host memory or to disks."""
         return self.said("zero_optimization.offload_optimizer.device") in ("cpu", "nvme") or self.zero_cpu_offload()
 
     def zero_cpu_offload(self) -> bool:
@@ -375,7 +375,7 @@ class Facts(nn.Module):
                 group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """``betas`` of each group, or ``momentum`` where that is what they have."""
+        """Return ``betas`` of each group, or ``momentum`` where that is what they have."""
         groups = () if self.optimizer is None else self.optimizer.param_groups
         return self._of_groups("momentum" if any("momentum" in one for one in groups) else "betas")
 

@@ -40,7 +40,7 @@ _NAMES = {name.lower(): name for name in _TYPES}
 
 
 def section_of(section: Any, name: str) -> tuple[str, dict[str, Any]]:
-    """``type`` and ``params`` of a section.
+    """Return ``type`` and ``params`` of a section.
 
     Raises:
         zeropp.ConfigError: not such a section, an unknown key, or a value that only a Trainer fills.

@@ -69,7 +69,7 @@ class Saving(Facts):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's ``state_dict``; at stage 3 whole, on every rank, as copies (there it has no values)."""
+        """Return the module's ``state_dict``; at stage 3 whole, on every rank, as copies (there it has no values)."""
         if self.zeropp_config.stage == 3:
             return self._whole_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
         more = {} if destination is None else {"destination": destination}
@@ -129,7 +129,7 @@ class Saving(Facts):
             )
 
     def _load_by(self, function: Any, values: Mapping[str, Any]) -> None:
-        """The caller's function copies. It sees the whole model on every rank; what it wrote on rank 0 is kept."""
+        """Let the caller's function copy. It sees the whole model on every rank; what it wrote on rank 0 is kept."""
         with gathered(self.module, write=True), torch.no_grad():
             function(src=values, dst=self.module)
 
@@ -139,7 +139,7 @@ class Saving(Facts):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """The whole model for others, in the parameters' own type: safetensors under a name that ends so (in parts, with an index,
+        """Write the whole model for others, in the parameters' own type: safetensors under a name that ends so (in parts, with an index,
         where they are larger than 2 GiB), else what ``torch.save`` writes. False: the file says that none is wanted."""
         if self.zeropp_config.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             logger.info(
@@ -161,7 +161,7 @@ class Saving(Facts):
         return True
 
     def save_fp16_model(self, *where: Any, **more: Any) -> bool:
-        """The old name of :meth:`save_16bit_model`."""
+        """Do as :meth:`save_16bit_model`."""
         return self.save_16bit_model(*where, **more)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Saving(Facts):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """``save_dir/tag`` in zeropp's format, and ``save_dir/latest`` names it.
+        """Write ``save_dir/tag`` in zeropp's format; ``save_dir/latest`` names it.
 
         Args:
             exclude_frozen_parameters: parameters that are not trained are left out; a load leaves those of the model as they are.
@@ -203,7 +203,7 @@ class Saving(Facts):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """The folder that was loaded and the client state; ``(None, {})`` with a warning where ``latest`` is not there.
+        """Return the folder that was loaded and the client state; ``(None, {})`` with a warning where ``latest`` is not there.
 
         Args:
             load_module_strict: parameters that only the model or only the checkpoint has are an error; else they are passed over.

@@ -150,7 +150,7 @@ class _Parameters:
         return _number(name, self.take(name, default), least)
 
     def each(self, name: str, default: Any = ...) -> list[float]:
-        """One number for every group of the optimizer, or a list of them."""
+        """Return a number for each group of the optimizer: the given one, or those of the given list."""
         given = self.take(name, default)
         if not isinstance(given, (list, tuple)):
             return [_number(name, given)] * self._groups
@@ -183,7 +183,7 @@ def _number(name: str, value: Any, least: float = -math.inf) -> float:
 
 
 def build(section: Any, optimizer: Any) -> Any:
-    """The schedule that the section asks for.
+    """Return the schedule that the section asks for.
 
     Raises:
         zeropp.ConfigError: an unknown type or parameter, or a value that cannot be, with its path.
@@ -198,7 +198,7 @@ def build(section: Any, optimizer: Any) -> Any:
 
 
 def _rise(given: _Parameters) -> tuple[int, Callable[[int], float]]:
-    """(steps, share of the way up at a step before that)."""
+    """Return (steps, share of the way up at a step before that)."""
     steps, shape = max(2, int(given.number("warmup_num_steps", 1000))), given.take("warmup_type", "log")
     if shape not in ("log", "linear"):
         raise wrong("scheduler.params.warmup_type", shape, "'log' or 'linear'")

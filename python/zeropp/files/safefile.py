@@ -304,7 +304,7 @@ _buffer = threading.local()
 
 
 def _buffer_of_this_thread() -> tuple[memoryview, int]:
-    """``READ_BYTES`` of memory, and their address. Used again, because new memory costs a page fault a page."""
+    """Return ``READ_BYTES`` of memory, and their address. Used again, because new memory costs a page fault a page."""
     if not hasattr(_buffer, "bytes"):
         _buffer.bytes = memoryview(mmap.mmap(-1, READ_BYTES))
         _buffer.address = _address(_buffer.bytes)

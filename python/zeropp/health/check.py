@@ -57,7 +57,7 @@ class Report:
     faults: list[Fault] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the report as JSON takes it."""
         return {
             "ranks": self.ranks,
             "alone": [vars(one) for one in self.alone],
@@ -81,7 +81,7 @@ class _World:
         self.members: tuple[int, ...] = tuple(range(self.ranks))
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers."""
+        """Return every rank's numbers."""
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.ranks, mine.numel(), dtype=torch.float64)
         self.core.all_gather(everyone.data_ptr(), mine.data_ptr(), mine.numel() * 8)
@@ -110,7 +110,7 @@ class _World:
 
 @contextlib.contextmanager
 def _numbered_as(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Inside, the rank of a CommError counts in a communicator of some ranks; outside, in the job."""
+    """Let the rank of a CommError count, inside, in a communicator of some ranks; outside, in the job."""
     try:
         yield
     except CommError as error:
@@ -136,7 +136,7 @@ def _all_reduce_seconds(core: Any, size: int) -> float:
 
 
 def _alone() -> tuple[float, float]:
-    """(copy GB/s, matrix product GFLOP/s) of this rank."""
+    """Return (copy GB/s, matrix product GFLOP/s) of this rank."""
     source, target = torch.ones(8 * MIB), torch.ones(8 * MIB)
     copy = source.numel() * 4 / _best(lambda: target.copy_(source), 1) / 1e9
     side = 256
@@ -146,7 +146,7 @@ def _alone() -> tuple[float, float]:
 
 
 def _host() -> str:
-    """The machine, in a word: two network namespaces or containers of one machine differ in the host name."""
+    """Name the machine: two network namespaces or containers of one machine differ in the host name."""
     return socket.gethostname()
 
 
@@ -211,7 +211,7 @@ def check(group: dist.ProcessGroup | None = None, *, factor: float = 3.0, pairs:
 
 
 def preflight(group: dist.ProcessGroup | None = None) -> Report:
-    """The check before training: without the table of pairs. What is slow is logged as a warning, by rank 0.
+    """Check before training: without the table of pairs. What is slow is logged as a warning, by rank 0.
 
     Raises:
         zeropp.CommError: a rank died or did not answer.

@@ -40,7 +40,7 @@ class Fault:
 
 
 def search(ranks: Sequence[int], probe: Probe, factor: float) -> list[Fault]:
-    """The ranks and links that are slower than `factor` times the best of their like.
+    """Return the ranks and links that are slower than `factor` times the best of their like.
 
     Args:
         ranks: those to be searched, joined by links of one kind; fewer than three cannot be told apart.
@@ -85,7 +85,7 @@ def _pair_by_pair(ranks: tuple[int, ...], others: tuple[int, ...], probe: Probe,
 
 
 def _between(left: tuple[int, ...], right: tuple[int, ...], probe: Probe, factor: float) -> list[Fault]:
-    """The slow link between two sets that are quick by themselves: halve one side, keep the half that is slow with the other."""
+    """Return the slow link between two sets that are quick by themselves: halve one side, keep the half that is slow with the other."""
     ends = [left, right]
     for side in (0, 1):
         while len(ends[side]) > 1:

@@ -25,7 +25,7 @@ Seq2SeqTrainingArguments: Any
 
 
 def __getattr__(name: str) -> Any:
-    """The two classes above are made when they are first asked for."""
+    """Make one of the two classes above when it is first read."""
     if name == "Seq2SeqTrainer":
         return trainer.Seq2SeqTrainer
     if name == "Seq2SeqTrainingArguments":

@@ -38,7 +38,7 @@ def _begin_group(arguments: Any) -> None:
 
 @functools.cache
 def ArgumentsFor(base: type) -> Any:
-    """``base`` (TrainingArguments or a subclass: SFTConfig, ...) with one more field, ``zeropp``.
+    """Return ``base`` (TrainingArguments or a subclass: SFTConfig, ...) with one more field, ``zeropp``.
 
     Works with ``HfArgumentParser`` (``--zeropp config.json``) and in the constructor (``zeropp={"stage": 3}``, a path, or a
     :class:`zeropp.Config`). The same base gives the same class. Instances pickle by their base, so ``training_args.bin`` loads

@@ -18,7 +18,7 @@ logger = logging.get_logger(f"transformers.{__name__}")
 
 
 def memory_table(model: Any) -> str:
-    """Bytes a rank by kind of state: by the paper's formula, and held now."""
+    """Return bytes a rank by kind of state: by the paper's formula, and held now."""
     engine, found = zero.engine.engine_of(model), zeropp.memory(model)
     lines = [
         f"zeropp: stage {engine.stage}, {counted(engine.ranks, 'rank')}, "

@@ -44,7 +44,7 @@ class _Matched:
 
 
 def config_for(source: Any, arguments: Any) -> Config:
-    """The configuration of one training.
+    """Return the configuration of one training.
 
     Args:
         source: a path, JSON text, a mapping, or a :class:`zeropp.Config`.

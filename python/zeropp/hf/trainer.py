@@ -167,7 +167,7 @@ def _only_adapter(model: Any) -> Any:
 
 @functools.cache
 def TrainerFor(base: type) -> Any:
-    """``base`` (Trainer or a subclass: SFTTrainer, ...) that trains with zeropp when its arguments say so.
+    """Return ``base`` (Trainer or a subclass: SFTTrainer, ...) that trains with zeropp when its arguments say so.
 
     The same base gives the same class. Its arguments come from ``ArgumentsFor``.
     """

@@ -21,7 +21,7 @@ SWAP_FOLDER = "zeropp-swap"
 
 
 def registered() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(name, description, arguments of the strategy)."""
+    """Yield (name, description, arguments of the strategy)."""
     yield "zeropp", "zeropp, ZeRO stage 3", {"stage": 3}
     for stage in (1, 2, 3):
         yield f"zeropp_stage_{stage}", f"zeropp, ZeRO stage {stage}", {"stage": stage}
@@ -37,7 +37,7 @@ def registered() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def take_config(stage: int | None, config: Any, arguments: dict[str, Any]) -> Config:
-    """The configuration among a strategy's arguments; what belongs to it is removed from ``arguments``."""
+    """Return the configuration among a strategy's arguments; what belongs to it is removed from ``arguments``."""
     fields = {name: arguments.pop(name) for name in list(arguments) if name in Config.__dataclass_fields__}
     if stage is not None:
         fields["stage"] = stage
@@ -45,7 +45,7 @@ def take_config(stage: int | None, config: Any, arguments: dict[str, Any]) -> Co
 
 
 def config_from(config: Any, keywords: Mapping[str, Any]) -> Config:
-    """One configuration from ``config`` (Config, path, JSON text or mapping) or from keywords, not both."""
+    """Return one configuration from ``config`` (Config, path, JSON text or mapping) or from keywords, not both."""
     if config is not None and keywords:
         raise ConfigError(f"give config, or keywords of zeropp.Config such as {next(iter(keywords))!r}; not both")
     found = Config(**keywords) if config is None else as_config(config, "ZeroppStrategy")
@@ -64,7 +64,7 @@ def must_move(module: nn.Module, device: torch.device) -> bool:
 
 
 def shards(path: Any, name: str = "") -> Path:
-    """The folder beside a consolidated file; with a name that of one among several models."""
+    """Return the folder beside a consolidated file; with a name that of one among several models."""
     return Path(f"{path}{SUFFIX}") / name
 
 

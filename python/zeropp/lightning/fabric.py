@@ -30,7 +30,7 @@ class _NoSync:
 
 @functools.cache
 def make_fabric_strategy(package: str) -> Any:
-    """The class for ``lightning.fabric`` or ``lightning_fabric``; registers its names there."""
+    """Make the class for ``lightning.fabric`` or ``lightning_fabric``; registers its names there."""
     strategies: Any = importlib.import_module(f"{package}.strategies")
 
     class ZeroppFabricStrategy(strategies.DDPStrategy):
@@ -56,7 +56,7 @@ def make_fabric_strategy(package: str) -> Any:
 
         @contextlib.contextmanager
         def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-            """``with fabric.init_module():`` at stage 3: modules are never whole in memory."""
+            """Serve ``with fabric.init_module():`` at stage 3: modules are never whole in memory."""
             with contextlib.ExitStack() as stack:
                 stack.enter_context(super().module_init_context(empty_init))
                 if self.zeropp_config.stage == 3:

@@ -28,7 +28,7 @@ _PARTS = "_zeropp_parts"
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """The models that were prepared: the module itself, or its parts, or none."""
+    """Return the models that were prepared: the module itself, or its parts, or none."""
     if is_prepared(module):
         return [module]
     found: list[nn.Module] = module.__dict__.get(_PARTS, [])
@@ -62,7 +62,7 @@ def partition(module: nn.Module, optimizers: list[Any], config: Config) -> None:
 
 
 def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """``zeropp.no_sync`` of all parts."""
+    """Enter ``zeropp.no_sync`` of all parts."""
     stack = contextlib.ExitStack()
     for part in parts_of(module):
         stack.enter_context(zeropp.no_sync(part))
@@ -81,7 +81,7 @@ def _part_for(parts: list[nn.Module], optimizer: Any) -> nn.Module:
 
 
 def _split(module: nn.Module, optimizers: list[Any]) -> list[nn.Module]:
-    """A part for each optimizer, in their order, and one for what no optimizer has, if there is such a thing."""
+    """Make a part for each optimizer, in their order, and one for what no optimizer has, if there is such a thing."""
     owner: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:

@@ -31,7 +31,7 @@ _AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")  # they read every 
 
 @functools.cache
 def make_strategy(package: str) -> Any:
-    """The class for ``lightning.pytorch`` or ``pytorch_lightning``; registers its names there."""
+    """Make the class for ``lightning.pytorch`` or ``pytorch_lightning``; registers its names there."""
     strategies: Any = importlib.import_module(f"{package}.strategies")
     redirection = importlib.import_module(f"{package}.strategies.strategy")._ForwardRedirection
 
@@ -182,7 +182,7 @@ def make_strategy(package: str) -> Any:
             load_shards(self._loaded_from, self._pairs())
 
         def _pairs(self) -> list[tuple[Any, Any]]:
-            """Each part of the module with its optimizer; the part that no optimizer has comes last."""
+            """Return each part of the module with its optimizer; the part that no optimizer has comes last."""
             of = {id(one._engine): one for one in map(_plain, self.optimizers)}
             return [(part, of.get(id(engine_of(part)))) for part in parts_of(self.lightning_module)]
 
@@ -194,7 +194,7 @@ def make_strategy(package: str) -> Any:
         # -- end -----------------------------------------------------------------------------------------------------------
 
         def teardown(self) -> None:
-            """The module stays partitioned; nothing of it moves."""
+            """End the parts of the strategy; the module stays partitioned where it is."""
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()

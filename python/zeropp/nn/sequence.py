@@ -35,7 +35,7 @@ class TiledSequence:
         self._undo: list[Callable[[], Any]] = []
 
     def remove(self) -> None:
-        """The model is as it was. A second call does nothing."""
+        """Make the model as it was. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 

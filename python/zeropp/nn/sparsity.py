@@ -45,13 +45,13 @@ class Pattern(ABC):
             raise ValueError(f"{self._name}: block is {self.block!r}, wanted 16, 32, 64 or 128")
 
     def layout(self, heads: int, seq: int) -> SparseLayout:
-        """The blocks for sequences of ``seq``; one layout for all heads where they do not differ. Kept for the next call."""
+        """Return the blocks for sequences of ``seq``; one layout for all heads where they do not differ. Kept for the next call."""
         if heads < 1 or seq < 1:
             raise ValueError(f"{self._name}.layout: heads is {heads} and seq {seq}, wanted at least 1 each")
         return _layout(self, heads if self._heads_differ else 1, -(-seq // self.block))
 
     def mask(self, heads: int, blocks: int) -> Tensor:
-        """(heads, blocks, blocks) bool, computed anew."""
+        """Return (heads, blocks, blocks) bool, computed anew."""
         mask = torch.stack([self._head(head, blocks) for head in range(heads)])
         return mask.tril() if self.causal else mask
 
@@ -65,7 +65,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def _head(self, head: int, blocks: int) -> Tensor:
-        """(blocks, blocks) bool of one head; what a causal pattern has above the diagonal is dropped later."""
+        """Return (blocks, blocks) bool of one head; what a causal pattern has above the diagonal is dropped later."""
 
     def _require(self, **least: int) -> None:
         for field, bound in least.items():
@@ -86,7 +86,7 @@ def _band(blocks: int, reach: int) -> Tensor:
 
 
 def _add_globals(mask: Tensor, columns: Iterable[int], *, rows: bool) -> None:
-    """Every query looks at these blocks; with ``rows`` they look at everything, too."""
+    """Let every query look at these blocks; with ``rows`` they look at everything, too."""
     here = [column for column in columns if column < mask.shape[0]]
     mask[:, here] = True
     if rows:
@@ -292,5 +292,5 @@ class SparseAttention(torch.nn.Module):
         return sparse_attention(q, k, v, layout, causal=self.pattern.causal, scale=self.scale, key_mask=key_mask)
 
     def extra_repr(self) -> str:
-        """The pattern, in ``print(model)``."""
+        """Return the pattern, for ``print(model)``."""
         return repr(self.pattern)

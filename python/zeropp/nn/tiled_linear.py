@@ -77,7 +77,7 @@ class TiledLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As in ``nn.Linear``: the bounds are those of the whole matrix."""
+        """Draw values as ``nn.Linear`` does: the bounds are those of the whole matrix."""
         bound = self.in_features**-0.5 if self.in_features else 0.0
         for tile in self.tiles:
             for parameter in tile.parameters():
@@ -107,7 +107,7 @@ class TiledLinear(nn.Module):
         return tiled
 
     def _places(self) -> list[tuple[nn.Linear, slice, slice]]:
-        """Each tile, with its rows and columns of the whole."""
+        """Return each tile, with its rows and columns of the whole."""
         places = []
         tiles = iter(self.tiles)
         for o in range(len(self._out) - 1):
@@ -130,7 +130,7 @@ class TiledLinear(nn.Module):
         return weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` -> ``(..., out_features)``."""
+        """Map ``(..., in_features)`` to ``(..., out_features)``."""
         parts = len(self._in) - 1
         columns = [x] if parts == 1 else [x[..., self._in[i] : self._in[i + 1]] for i in range(parts)]
         outputs: list[Tensor] = []

@@ -41,7 +41,7 @@ class _Plan:
     random: tuple[Tensor, Any, Any] | None
 
     def part(self, tensor: Tensor, first: int, size: int) -> Tensor:
-        """One tile, laid out as a tensor of its own: models call `view` on what they are given."""
+        """Return one tile, laid out as a tensor of its own: models call `view` on what they are given."""
         return tensor.narrow(self.dim, first, size).contiguous()
 
     def parts(self, length: int) -> Iterator[tuple[int, int]]:
@@ -158,7 +158,7 @@ def tiled_call(
     summed: bool = False,
     random: bool = True,
 ) -> Tensor:
-    """``call(tokens, *beside)`` in tiles of ``tile`` tokens, with the memory of one tile.
+    """Return ``call(tokens, *beside)``, computed in tiles of ``tile`` tokens, with the memory of one tile.
 
     Args:
         call: works on every token alone: ``call(tile of tokens, *tiles of beside)``. Computed once in forward, once more in
@@ -214,7 +214,7 @@ def tiled_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``cross_entropy(linear(hidden, weight, bias).float(), targets)`` without the logits ever being whole.
+    """Return ``cross_entropy(linear(hidden, weight, bias).float(), targets)`` without the logits ever being whole.
 
     Args:
         hidden: ``(..., D)``.

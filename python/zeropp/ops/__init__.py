@@ -85,7 +85,7 @@ def adam_step_(
     scales: Sequence[Tensor] = (),
     seed: int = 0,
 ) -> None:
-    """One step of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) over lists of tensors, in one pass.
+    """Take one step of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) over lists of tensors, in one pass.
 
     The formula is in csrc/ops/optim/adam.h. One call moves 28 bytes a parameter in fp32, and as many with bf16 gradients
     and a bf16 copy-out (ZeRO-Offload, section 5.1), where cast, step and cast are three passes. With moments in bf16 it
@@ -148,7 +148,7 @@ def adam_step_(
 
 
 def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum of squares and number of non-finite elements of each tensor, in one pass over memory.
+    """Return the sum of squares and number of non-finite elements of each tensor, in one pass over memory.
 
     The order of the additions is fixed (csrc/ops/norm/norm.h): the same bits whatever the threads and the CPU.
 

@@ -54,14 +54,14 @@ class SparseLayout:
         self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``starts`` and ``columns`` on a device other than theirs: copied there once, and kept."""
+        """Return ``starts`` and ``columns`` on a device other than theirs: copied there once, and kept."""
         if device not in self._elsewhere:
             self._elsewhere[device] = (self.starts.to(device), self.columns.to(device))
         return self._elsewhere[device]
 
     @classmethod
     def from_mask(cls, mask: Tensor, block: int) -> SparseLayout:
-        """The blocks where ``mask`` (blocks, blocks) or (heads, blocks, blocks) is not zero."""
+        """Return the blocks where ``mask`` (blocks, blocks) or (heads, blocks, blocks) is not zero."""
         name = "zeropp.ops.SparseLayout.from_mask"
         checks.check_readable(name, "mask", mask)
         if mask.dim() == 2:
@@ -94,7 +94,7 @@ class SparseLayout:
         return self.columns.numel() / (self.heads * self.blocks**2)
 
     def mask(self) -> Tensor:
-        """(heads or 1, blocks, blocks) bool: the blocks that are looked at."""
+        """Return (heads or 1, blocks, blocks) bool: the blocks that are looked at."""
         counts = self.starts.long().diff(dim=1).flatten()
         rows = torch.repeat_interleave(torch.arange(counts.numel()), counts)
         at = torch.zeros(counts.numel(), self.blocks, dtype=torch.bool)
@@ -102,7 +102,7 @@ class SparseLayout:
         return at.view(self.heads, self.blocks, self.blocks)
 
     def dense_mask(self, seq: int, *, causal: bool = False) -> Tensor:
-        """(heads or 1, seq, seq) bool, element by element: what ``scaled_dot_product_attention`` takes as its mask."""
+        """Return (heads or 1, seq, seq) bool, element by element: what ``scaled_dot_product_attention`` takes as its mask."""
         wide = self.mask().repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)[:, :seq, :seq]
         return wide.tril() if causal else wide
 

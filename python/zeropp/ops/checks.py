@@ -21,7 +21,7 @@ Gradients = dict[str, tuple[Callable[..., Any], Callable[..., Any]]]
 
 
 def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
-    """A tensor, on one of the devices, that a differentiable operator may read."""
+    """Require a tensor, on one of the devices, that a differentiable operator may read."""
     if isinstance(tensor, Tensor) and tensor.is_cpu:
         return
     if not isinstance(tensor, Tensor):
@@ -33,7 +33,7 @@ def check_readable(name: str, label: str, tensor: Tensor, devices: tuple[str, ..
 
 
 def check_tensor(name: str, label: str, tensor: Tensor, devices: tuple[str, ...] = CPU) -> None:
-    """A tensor, on one of the devices, whose gradient is not lost."""
+    """Require a tensor, on one of the devices, whose gradient is not lost."""
     if isinstance(tensor, Tensor) and tensor.is_cpu and not tensor.requires_grad:
         return  # nearly all: an operator on few elements takes less than the checks below would
     check_readable(name, label, tensor, devices)
@@ -53,7 +53,7 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
 
 
 def check_tensors(name: str, argument: str, tensors: Sequence[Tensor], devices: tuple[str, ...] = CPU) -> None:
-    """A list of such tensors."""
+    """Require a list of tensors that :func:`check_tensor` takes."""
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name}: {argument} is a {type(tensors).__name__}, wanted a list of tensors")
     if torch.compiler.is_compiling() or not _all_fine(tensors, "cuda" in devices):
@@ -81,13 +81,13 @@ def check_numbers(name: str, numbers: Mapping[str, object]) -> None:
 
 
 def check_whole(name: str, argument: str, value: object) -> None:
-    """A whole number."""
+    """Require a whole number."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: {argument} is {value!r}, wanted a whole number")
 
 
 def check_blocks(name: str, argument: str, elems: object) -> None:
-    """The length of a block or chunk."""
+    """Require the length of a block or chunk."""
     check_whole(name, argument, elems)
     assert isinstance(elems, int)
     if elems < 16 or elems % 16:
@@ -95,7 +95,7 @@ def check_blocks(name: str, argument: str, elems: object) -> None:
 
 
 def steps_of(name: str, step: int | Sequence[int], params: Sequence[Tensor]) -> list[int]:
-    """One number a tensor."""
+    """Return one number a tensor."""
     if isinstance(step, bool) or not isinstance(step, (int, list, tuple)):
         raise TypeError(f"{name}: step is a {type(step).__name__}, wanted a whole number, or a list of them")
     return [step] * len(params) if isinstance(step, int) else list(step)

@@ -43,7 +43,7 @@ class Fp8:
         return Fp8(codes=codes, scales=scales, format=format, block_elems=block_elems)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, in a new tensor."""
+        """Return the values, in a new tensor."""
         dst = torch.empty(self.codes.numel(), dtype=dtype, device=self.codes.device)
         fp8_dequantise_(self, dst)
         return dst
@@ -79,7 +79,7 @@ def fp8_quantise_(src: Tensor, to: Fp8) -> None:
 
 
 def fp8_dequantise_(source: Fp8, dst: Tensor, *, accumulate: bool = False) -> None:
-    """``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
+    """Set ``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
 
     Raises:
         TypeError, ValueError: as ``fp8_quantise_``.

@@ -39,7 +39,7 @@ def lamb_step_(
     scales: Sequence[Tensor] = (),
     seed: int = 0,
 ) -> None:
-    """One step of LAMB (You et al. 2020, algorithm 2) over lists of tensors, norms included: 40 bytes a parameter.
+    """Take one step of LAMB (You et al. 2020, algorithm 2) over lists of tensors, norms included: 40 bytes a parameter.
 
     ``u`` is AdamW's update with its decay inside; ``p = p - lr r u`` with ``r = |p| / |u|`` of each whole tensor, held
     within ``trust``, and 1 where either norm is 0 or not finite.
@@ -106,7 +106,7 @@ def lamb_moments_(
     maximize: bool = False,
     grad_scale: float = 1.0,
 ) -> Tensor:
-    """The first half of a step of LAMB, for tensors in pieces, whose norms are sums over pieces: 24 bytes a parameter.
+    """Take the first half of a step of LAMB, for tensors in pieces, whose norms are sums over pieces: 24 bytes a parameter.
 
     Moments, and the squares of p and of ``u`` as ``lamb_step_`` has them. The other half is ``frozen_adam_step_`` with
     ``step_size = rate / (1 - beta1^t)`` and ``decay = rate weight_decay``, once all pieces' sums give the rate.

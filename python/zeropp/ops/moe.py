@@ -82,7 +82,7 @@ def moe_gate(
     normalise: bool | None = None,
     bias: Tensor | None = None,
 ) -> MoeGate:
-    """The k best experts of every token, their weights, and the two losses; differentiable, deterministic.
+    """Return the k best experts of every token, their weights, and the two losses; differentiable, deterministic.
 
     Args:
         logits: (T, E), fp32; other floating dtypes are cast to it first.
@@ -181,7 +181,7 @@ def moe_dispatch(x: Tensor, plan: MoePlan, *, out: Tensor | None = None) -> Tens
 
 
 def moe_combine(rows: Tensor, plan: MoePlan, weights: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token's rows, in fp32, rounded once. Differentiable without ``out``.
+    """Return the weighted sum of each token's rows, in fp32, rounded once. Differentiable without ``out``.
 
     Args:
         rows: (plan.rows, W), fp32, bf16 or fp16: what the experts made of the buffer.
@@ -399,7 +399,7 @@ class MoeExchange(NamedTuple):
 
 
 def moe_exchange(kept: Tensor, received: Tensor) -> MoeExchange:
-    """The layout of a dropless all-to-all, from counts that were exchanged first.
+    """Return the layout of a dropless all-to-all, from counts that were exchanged first.
 
     Args:
         kept: (E,) int64, ``moe_plan(...).kept``: rows of each expert that this rank sends.
@@ -429,7 +429,7 @@ def moe_exchange(kept: Tensor, received: Tensor) -> MoeExchange:
 
 
 def moe_share(tokens: int, rank: int, ranks: int) -> slice:
-    """The tokens that one rank routes where a tensor-parallel group holds the same ones: duplicate-token dropping.
+    """Return the tokens that one rank routes where a tensor-parallel group holds the same ones: duplicate-token dropping.
 
     Each rank of the group gates, sends and combines ``x[share]`` only, so that the all-to-all moves every token once, and an
     all-gather over the group makes the output whole (TED, Singh et al. 2023, section 5).

@@ -21,7 +21,7 @@ CODES = (torch.bfloat16, torch.uint8)
 
 
 def moments_scales(elems: int, first: int = 0) -> int:
-    """How many scales elements ``first`` to ``first + elems`` of a tensor have in 8 bits."""
+    """Return how many scales elements ``first`` to ``first + elems`` of a tensor have in 8 bits."""
     return -(-(first % BLOCK_ELEMS + elems) // BLOCK_ELEMS) if elems else 0
 
 
@@ -36,7 +36,7 @@ def moments_encode_(
     stream: int = 0,
     step: int = 0,
 ) -> None:
-    """An fp32 moment as bf16, or as 8-bit codes with a scale a block of 256 elements.
+    """Encode an fp32 moment as bf16, or as 8-bit codes with a scale a block of 256 elements.
 
     Args:
         src: fp32.
@@ -61,7 +61,7 @@ def moments_encode_(
 
 
 def moments_decode_(codes: Tensor, scales: Tensor, dst: Tensor, *, moment: str = "exp_avg", first: int = 0) -> None:
-    """The inverse of :func:`moments_encode_`, into ``dst`` (fp32)."""
+    """Decode what :func:`moments_encode_` made into ``dst`` (fp32)."""
     name = "zeropp.ops.moments_decode_"
     for label, tensor in (("codes", codes), ("scales", scales), ("dst", dst)):
         checks.check_tensor(name, label, tensor)

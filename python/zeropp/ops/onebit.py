@@ -43,7 +43,7 @@ class OneBit:
         )
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, in a new tensor."""
+        """Return the values, in a new tensor."""
         dst = torch.empty(self.elems, dtype=dtype, device=self.bits.device)
         onebit_decode_(self, dst)
         return dst
@@ -70,7 +70,7 @@ def onebit_compress_(src: Tensor, error: Tensor, to: OneBit) -> None:
 
 
 def onebit_decode_(source: OneBit, dst: Tensor, *, accumulate: bool = False) -> None:
-    """``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
+    """Set ``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
 
     Raises:
         TypeError, ValueError: as ``onebit_compress_``.

@@ -33,7 +33,7 @@ def frozen_adam_step_(
     decay: float | Sequence[float] = 0.0,
     param_outs: Sequence[Tensor] = (),
 ) -> None:
-    """One step of Adam with a momentum and a variance that are there, in one pass: 16 bytes a parameter.
+    """Take one step of Adam with a momentum and a variance that are there, in one pass: 16 bytes a parameter.
 
     ``p = p (1 - decay) - step_size m / (sqrt(v / (1 - beta2^variance_step)) + eps)``; where v is 0, p only decays. The
     step of 1-bit Adam (Tang et al. 2021, algorithm 1), whose variance is frozen and whose momentum was averaged before.
@@ -81,7 +81,7 @@ def zero_one_adam_step_(
     anchors: Sequence[Tensor] = (),
     param_outs: Sequence[Tensor] = (),
 ) -> None:
-    """One step of 0/1 Adam (Lu et al. 2022, algorithm 1) by a rank's own momentum, in one pass: 24 to 40 bytes an element.
+    """Take one step of 0/1 Adam (Lu et al. 2022, algorithm 1) by a rank's own momentum, in one pass: 24 to 40 bytes an element.
 
     ``m = beta1 m + (1 - beta1) g``, ``u = u + step_size m``, and
     ``p = p (1 - decay) - step_size m / (sqrt(v / (1 - beta2^variance_step)) + eps)``; where v is 0, p only decays. The

@@ -34,7 +34,7 @@ def lion_step_(
     streams: Sequence[int] | None = None,
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """One step of Lion (Chen et al. 2023, algorithm 2) over lists of tensors, in one pass: 20 bytes a parameter.
+    """Take one step of Lion (Chen et al. 2023, algorithm 2) over lists of tensors, in one pass: 20 bytes a parameter.
 
     ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``, then ``m = beta2 m + (1 - beta2) g``. With the
     momentum in bf16 it moves 16 bytes, in 8 bits 14 (csrc/ops/moments/moments.h): the same arithmetic between decoding
@@ -88,7 +88,7 @@ def adagrad_step_(
     streams: Sequence[int] | None = None,
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """One step of Adagrad (Duchi, Hazan & Singer 2011) over lists of tensors, in one pass: 20 bytes a parameter.
+    """Take one step of Adagrad (Duchi, Hazan & Singer 2011) over lists of tensors, in one pass: 20 bytes a parameter.
 
     ``s = s + g g``, then ``p = p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)``; decay is an L2 penalty.
 
@@ -136,7 +136,7 @@ def sgd_step_(
     streams: Sequence[int] | None = None,
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """One step of SGD, with momentum where there are buffers, over lists of tensors: 20 bytes a parameter, 12 without.
+    """Take one step of SGD, with momentum where there are buffers, over lists of tensors: 20 bytes a parameter, 12 without.
 
     ``b = momentum b + (1 - dampening) g`` (``b = g`` where t is 1), then ``p = p - lr b``; Nesterov's form steps by
     ``g + momentum b``. Decay is an L2 penalty.

@@ -55,7 +55,7 @@ class Quantised:
         )
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, in a new tensor."""
+        """Return the values, in a new tensor."""
         dst = torch.empty(self.elems, dtype=dtype, device=self.codes.device)
         dequantise_(self, dst)
         return dst
@@ -90,7 +90,7 @@ def quantise_(src: Tensor, to: Quantised) -> None:
 
 
 def dequantise_(source: Quantised, dst: Tensor, *, accumulate: bool = False) -> None:
-    """``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
+    """Set ``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
 
     Raises:
         TypeError, ValueError: as ``quantise_``.
@@ -102,7 +102,7 @@ def dequantise_(source: Quantised, dst: Tensor, *, accumulate: bool = False) -> 
 
 
 def quant_sum_(sources: Sequence[Quantised], dst: Tensor, *, factor: float = 1.0) -> None:
-    """``dst = (sources[0] + sources[1] + ...) * factor``: summed in fp32 in that order, one rounding to dst's dtype.
+    """Set ``dst = (sources[0] + sources[1] + ...) * factor``: summed in fp32 in that order, one rounding to dst's dtype.
 
     Raises:
         TypeError, ValueError: as ``quantise_``; also sources of different formats.

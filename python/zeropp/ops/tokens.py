@@ -18,7 +18,7 @@ _INT32 = (torch.int32,)
 def token_sample(
     batch: int, seq: int, keep: int, *, seed: int, layer: int = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Which ``keep`` of ``seq`` tokens of each sample a layer works on: random, rising, the same for the same numbers.
+    """Choose which ``keep`` of ``seq`` tokens of each sample a layer works on: random, rising, the same for the same numbers.
 
     Every subset is equally likely. Samples, layers and seeds draw apart from each other; on every machine, and with any
     number of threads, the same seed and layer give the same tokens. Take another seed each step, such as the step's
@@ -52,7 +52,7 @@ def token_sample(
 
 
 def token_gather(full: Tensor, kept: Tensor) -> Tensor:
-    """The kept tokens of each sample, in their order. Differentiable.
+    """Return the kept tokens of each sample, in their order. Differentiable.
 
     Args:
         full: (B, S, W) of any dtype that zeropp knows: hidden states, or positions with W = 1.
@@ -73,7 +73,7 @@ def token_gather(full: Tensor, kept: Tensor) -> Tensor:
 
 
 def token_scatter(full: Tensor, part: Tensor, kept: Tensor) -> Tensor:
-    """``full`` with the tokens at ``kept`` replaced by ``part``, as a new tensor. Differentiable by both.
+    """Return ``full`` with the tokens at ``kept`` replaced by ``part``, as a new tensor. Differentiable by both.
 
     Args:
         full: (B, S, W): what all tokens were before the layer.

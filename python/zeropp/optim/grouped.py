@@ -21,7 +21,7 @@ class GroupedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; the closure's loss, if there is one.
+        """Update every parameter that has a gradient; return the closure's loss, if there is one.
 
         Raises:
             ValueError: a parameter is not fp32, not on the CPU or not contiguous, or its gradient is sparse.
@@ -48,7 +48,7 @@ class GroupedOptimizer(Optimizer):
 
 
 def moment(param: Tensor) -> Tensor:
-    """A first moment: zeros of the parameter's shape in fp32, contiguous whatever the parameter's layout is."""
+    """Return a first moment: zeros of the parameter's shape in fp32, contiguous whatever the parameter's layout is."""
     return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 

@@ -61,7 +61,7 @@ def _resolve_conj(parameter: torch.Tensor) -> None:
 
 
 def hook_unit(engine: Engine, unit: Unit) -> None:
-    """From now on the gradients of a unit are seen. torch hooks only what requires grad; the hooks outlive that."""
+    """See the gradients of a unit from now on. torch hooks only what requires grad; the hooks outlive that."""
     # On one rank gradients stay where autograd leaves them, unless something has to be done when they come.
     stays = engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and not engine.params.in_file
     stays = stays and not engine.config.step_in_backward
@@ -116,7 +116,7 @@ class Unfreezing:
             self._hang()
 
     def _skip(self) -> None:
-        """A backward has begun: reductions do not wait for gradients of what is frozen, or all behind them would wait for its end.
+        """When a backward begins, let reductions not wait for gradients of what is frozen, or all behind them would wait for its end.
         (A step inside the backward does wait: what is frozen may be read by then.)"""
         engine = self._engine()
         assert engine is not None
@@ -190,7 +190,7 @@ class Unfreezing:
                 self.unfreeze(unit)
 
     def require_unfrozen(self) -> None:
-        """Before a step: what requires grad is reduced, and in a group.
+        """Check, before a step, that what requires grad is reduced, and in a group.
 
         Raises:
             zeropp.Error: it was unfrozen inside a pass, and its gradient came. zeropp.ConfigError: it is in no group.

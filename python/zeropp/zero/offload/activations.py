@@ -407,7 +407,7 @@ class ActivationFile(ActivationStore):
                 self._by_storage.clear()
 
     def figures(self) -> dict[str, Any]:
-        """``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` in use
+        """Return ``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` in use
         and their peak, ``sums_bytes`` of checksums in memory; totals of ``read_bytes``, ``checked_bytes``, ``written_bytes`` and
         ``waited_ns``; ``backend``."""
         seen = self._io.figures()

@@ -161,7 +161,7 @@ class DiskTraffic:
         totals["wait"] += sum(seen.get(name, 0) for name in self.WAITS)
 
     def totals(self) -> dict[str, int] | None:
-        """``{"read": bytes, "write": bytes, "wait": ns}`` so far; None where there never was a tier."""
+        """Return ``{"read": bytes, "write": bytes, "wait": ns}`` so far; None where there never was a tier."""
         with self._lock:
             if not self._number:
                 return None

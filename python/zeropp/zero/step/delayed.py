@@ -137,7 +137,7 @@ class Delayed(StepSchedule):
             self._core.delayed_drop()
 
     def figures(self) -> dict[str, int]:
-        """``steps`` begun, ``step_ns`` that they ran, ``waited_ns`` that :meth:`step` and :meth:`flush` waited for them,
+        """Return ``steps`` begun, ``step_ns`` that they ran, ``waited_ns`` that :meth:`step` and :meth:`flush` waited for them,
         ``held_bytes`` in memory: back buffers of values and of gradients."""
         seen: dict[str, int] = self._core.delayed_figures()
         held_bytes = sum(values.nbytes for values in self._back_buffers.values())

@@ -91,7 +91,7 @@ class Slot:
         return [] if self.unit.master is None else [self.own(self.unit.shard, piece) for piece in pieces]
 
     def spans(self, values: Tensor) -> list[Tensor]:
-        """Each parameter's elements in a tensor of the unit's length."""
+        """Return each parameter's elements in a tensor of the unit's length."""
         return [values[e.offset_elems : e.offset_elems + e.numel] for e in self.unit.params]
 
     def gradients(self) -> list[Tensor | None]:
@@ -120,7 +120,7 @@ class Slot:
             values[begin:end] = 0
 
     def runs(self, key: Callable[[int], Any]) -> Iterator[tuple[Any, Piece]]:
-        """Neighbouring pieces of present parameters with one key, as one; never over the border of a shard."""
+        """Yield neighbouring pieces of present parameters with one key, as one; never over the border of a shard."""
         run: Piece | None = None
         of: Any = None
         for piece in self.pieces:
@@ -148,7 +148,7 @@ class Slot:
             self.unit.shard.copy_(self.unit.master)
 
     def forget(self) -> None:
-        """Nothing is owed, and nothing is known of the others' momentum."""
+        """Forget the compression errors and the other ranks' momentum."""
         self._reducer, self.packed = None, False
         self.extra.clear()
 

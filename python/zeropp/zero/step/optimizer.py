@@ -100,7 +100,7 @@ class ZeroOptimizer(optim.Optimizer):
             failure = None  # or this frame and the error would keep each other, and the model
 
     def backward(self, loss: torch.Tensor, **keywords: Any) -> None:
-        """``loss.backward()``, scaled where the precision is fp16: the one way to say it for every precision.
+        """Call ``loss.backward()``, scaled where the precision is fp16: the one way to say it for every precision.
 
         Args:
             keywords: as ``torch.Tensor.backward`` takes them (``retain_graph``, ``create_graph``, ``inputs``).
@@ -336,7 +336,7 @@ def _refuse_missing(names: list[str]) -> None:
 
 @contextlib.contextmanager
 def scaled_for(optimizers: Iterable[Any], loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """``optimizer.scaled(loss)`` for a framework that is not told which of its optimizers will step on ``loss``.
+    """Yield ``optimizer.scaled(loss)`` for a framework that is not told which of its optimizers will step on ``loss``.
 
     Raises:
         zeropp.Error: several fp16 models were run forward since their last backward.
