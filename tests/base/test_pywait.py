@@ -25,7 +25,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     import setup as build
 
     target = tmp_path_factory.mktemp("wait_module") / "wait_module.abi3.so"
-    sources = [HERE / "wait_module.c", *(ROOT / "csrc" / "bind" / name for name in ("raise.c",))]
+    sources = [HERE / "wait_module.c", ROOT / "csrc" / "bind" / "raise.c"]
     sources += [ROOT / "csrc" / "base" / name for name in ("status.c", "wait.c")]
     flags = [*build.COMMON, f"-DPy_LIMITED_API={build.LIMITED_API}", f"-I{sysconfig.get_paths()['include']}"]
     build.run(["cc", *flags, "-shared", "-o", str(target), *map(str, sources)])
