@@ -66,7 +66,7 @@ class Group:
         self._require_alone()
 
     def settle(self) -> None:
-        """Before the commit.
+        """Wait, before the commit, until all groups of the job have counted themselves, or until the time is up.
 
         Raises:
             CheckpointError: another group of this job wanted to write into the folder meanwhile.

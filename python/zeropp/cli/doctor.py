@@ -76,7 +76,7 @@ def _wrong_place(environment: Mapping[str, str]) -> str:
 
 
 def _dead(error: CommError, options: argparse.Namespace) -> int:
-    """The lowest rank that is not the guilty one speaks for all."""
+    """Print the dead rank, on the lowest rank that is not it; return the exit status."""
     rank = int(os.environ["RANK"])
     speaker = 1 if error.rank == 0 else 0
     if rank == speaker or error.rank is None:
