@@ -194,9 +194,13 @@ def _run(launch: Launch, items: list[Any], folder: Path) -> dict[str, Outcome]:
         try:
             wait_all(processes, launch.launch_s)
             ends = [_how_it_ended(one, launch.launch_s) for one in processes]
+            cut_short = all(one.poll() is None for one in processes)
         finally:
             end(processes)
-    return _outcomes(items, [_read(path) for path in answers], ends, log_path.read_text(errors="replace"))
+    outcomes = _outcomes(items, [_read(path) for path in answers], ends, log_path.read_text(errors="replace"))
+    if cut_short and len(outcomes) > 1:  # the last test had less time than its own limit, and is begun again
+        outcomes.popitem()
+    return outcomes
 
 
 def _how_it_ended(process: Started, launch_s: float) -> str:
