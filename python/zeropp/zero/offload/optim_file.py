@@ -69,7 +69,7 @@ class OptimFile(FileStore, StateStore):
 
         self._open_in(scratch, lambda: made[0].figures(), close, lambda: ranks.all_do(make))
         storage.checks.append(lambda: bool(made[0].inconsistent))
-        storage.recover.append(made[0].recovered)
+        storage.after_recovery.append(made[0].recovered)
 
     def _lay_out(self, engine: Engine) -> None:
         for unit in engine.trained:

@@ -61,7 +61,7 @@ class FileStorage(Storage):
         self._failure = ""
         self._steps = 0
         self.checks: list[Callable[[], bool]] = [lambda: bool(self._core.step_state()[1])]
-        self.recover: list[Callable[[], None]] = [self._core.params_recovered]
+        self.after_recovery: list[Callable[[], None]] = [self._core.params_recovered]
 
     def raise_on_all(self, error: BaseException | None) -> None:
         """Return if a step succeeded on all ranks; else raise, on all of them. Collective, after every step.
@@ -107,7 +107,7 @@ class FileStorage(Storage):
     def loaded(self, index: int) -> None:
         self._unloaded.discard(index)
         if not self._unloaded:
-            for recovered in self.recover:
+            for recovered in self.after_recovery:
                 recovered()
 
 
