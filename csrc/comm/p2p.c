@@ -324,42 +324,53 @@ static zpp_status answer_of(const struct zpp_transfer *transfer, struct zpp_err 
     return transfer->status;
 }
 
-enum { BUSY_ROUNDS = 64 };
+/* One wait for a transfer. Its checks (a dead peer, a comm error, a signal, the timeout) run after each sleep, and also
+ * where the bytes of other transfers keep the thread awake. */
+enum { BUSY_ROUNDS = 64, DRAINED_CHECKS = 4 };
+struct transfer_wait {
+    struct zpp_wait_ctx ctx;
+    size_t seen_bytes;    /* of the transfer, at the last check: its timeout limits silence */
+    unsigned rounds;      /* since the last check */
+    unsigned gone_checks; /* in a row that found the peer gone: by then all that it had sent was read */
+    bool slept;
+};
 
-/* Run the checks of a wait. Where bytes kept the thread from sleeping, a dead peer, a comm error or a tick ends it; its
- * timeout limits silence only. */
-static zpp_status check_wait(struct zpp_wait_ctx *wait_ctx, bool slept, int rank, bool gone, struct zpp_err *err) {
-    if (slept) return zpp_wait_check(wait_ctx, rank, gone, err);
-    struct zpp_wait_ctx fresh = *wait_ctx;
-    fresh.start_ns = fresh.check_ns = fresh.log_ns = 0;
-    return zpp_wait_check(&fresh, rank, gone, err);
+static zpp_status check_wait(struct transfer_wait *waiting, size_t moved_bytes, int rank, bool gone, bool moved,
+                             struct zpp_err *err) {
+    if (moved_bytes != waiting->seen_bytes) waiting->ctx.start_ns = waiting->ctx.check_ns = waiting->ctx.log_ns = 0;
+    waiting->seen_bytes = moved_bytes;
+    waiting->rounds = 0;
+    waiting->gone_checks = gone ? waiting->gone_checks + 1 : 0;
+    return zpp_wait_check(&waiting->ctx, rank, gone && (!moved || waiting->gone_checks >= DRAINED_CHECKS), err);
+}
+
+/* Move bytes; then check, and sleep where nothing moved. Called with the lock held, which it gives up for both. */
+static zpp_status wait_round(zpp_transfer *transfer, struct transfer_wait *waiting, struct zpp_err *err) {
+    struct zpp_p2p *p2p = transfer->p2p;
+    struct zpp_counter *bell = &zpp_control(p2p->comm, p2p->comm->rank)->doorbell.counter;
+    const uint32_t heard = atomic_load(&bell->value);
+    const bool checks = waiting->slept || ++waiting->rounds >= BUSY_ROUNDS;
+    bool gone = false;
+    const int rank = checks ? awaited(p2p->comm, transfer, &gone) : ZPP_NO_RANK; /* before its last bytes are read */
+    const bool moved = progress(p2p);
+    const size_t moved_bytes = transfer->moved_bytes;
+    zpp_status status = ZPP_OK;
+    if (transfer->status != ZPP_AGAIN || (moved && !checks)) return ZPP_OK;
+    pthread_mutex_unlock(&p2p->lock);
+    if (checks) status = check_wait(waiting, moved_bytes, rank, gone, moved, err);
+    waiting->slept = status == ZPP_OK && !moved && !zpp_counter_sleep(&waiting->ctx, bell, heard + 1);
+    pthread_mutex_lock(&p2p->lock);
+    return status;
 }
 
 zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_p2p *p2p = transfer->p2p;
-    struct zpp_comm *comm = p2p->comm;
-    struct zpp_wait_ctx wait_ctx = {
-        .comm = comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe, .ctx = transfer};
-    struct zpp_counter *bell = &zpp_control(comm, comm->rank)->doorbell.counter;
-    bool slept = false;
-    unsigned rounds = 0;
+    struct transfer_wait waiting = {.ctx = {
+        .comm = p2p->comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe, .ctx = transfer}};
     zpp_status status = ZPP_OK;
     pthread_mutex_lock(&p2p->lock);
     p2p->waiters++;
-    while (status == ZPP_OK && transfer->status == ZPP_AGAIN) {
-        const uint32_t heard = atomic_load(&bell->value);
-        const bool checks = slept || ++rounds >= BUSY_ROUNDS;
-        bool gone = false;
-        const int rank = checks ? awaited(comm, transfer, &gone) : ZPP_NO_RANK; /* before the check for its bytes */
-        if (progress(p2p) || transfer->status != ZPP_AGAIN) continue;
-        pthread_mutex_unlock(&p2p->lock);
-        if (checks) {
-            status = check_wait(&wait_ctx, slept, rank, gone, err);
-            rounds = 0;
-        }
-        slept = status == ZPP_OK && !zpp_counter_sleep(&wait_ctx, bell, heard + 1);
-        pthread_mutex_lock(&p2p->lock);
-    }
+    while (status == ZPP_OK && transfer->status == ZPP_AGAIN) status = wait_round(transfer, &waiting, err);
     p2p->waiters--;
     if (transfer->status != ZPP_AGAIN) status = answer_of(transfer, err);
     if (p2p->pending && !p2p->waiters) pthread_cond_signal(&p2p->wanted);
