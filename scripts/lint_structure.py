@@ -43,9 +43,7 @@ LAYERS = (
     *("checkpoint elastic nn", "accelerate deepspeed deepspeed_names hf lightning", "__main__ cli"),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
-FEATURES = (
-    "scaler|update|inner|onebit|stored|_params|storage|states|params_tier|grads_tier|activations|delayed|early|away"
-)
+FEATURES = "scaler|update|inner|onebit|stored|_params|storage|states|params|grads|activations|delayed|early|away"
 FRAGMENT = re.compile(r"(?:Of|What|Where|Those|The same)\b")
 
 Found = list[str]
