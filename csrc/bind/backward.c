@@ -39,7 +39,7 @@ static Zero *first_in(long task) {
     return one;
 }
 
-/* Note where another engine is in this backward, too, or may come into it: the backward itself then waits for no peer. */
+/* Note whether another engine is in this backward, or may come into it: the backward itself then waits for no peer. */
 static void note_shared_backward(Zero *zero) {
     bool others = false;
     for (Zero *one = first_engine; one; one = one->next_engine) {

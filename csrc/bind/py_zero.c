@@ -470,7 +470,7 @@ static PyGetSetDef zero_getset[] = {
 };
 static PyMemberDef zero_members[] = {
     { "depth", T_INT, offsetof(Zero, depth), READONLY, "forwards open now" },
-    { "builds_loss", T_BOOL, offsetof(Zero, builds_loss), READONLY, "true if a forward's graph waits for its backward" },
+    { "builds_loss", T_BOOL, offsetof(Zero, builds_loss), READONLY, "true if a graph waits for its backward" },
     { "sync", T_BOOL, offsetof(Zero, sync), 0, "true if backwards reduce; false inside no_sync" },
     { "hold", T_BOOL, offsetof(Zero, hold), 0, "true if gradients stay on this rank at boundaries, too" },
     { "at_boundary", T_BOOL, offsetof(Zero, at_boundary), READONLY, "true if the last backward was a boundary" },

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * NCCL over the simulated GPU, for ranks that are processes, or threads of one process. A communicator is a file
- * without a name that its ranks map; the id names it. It has many slots a rank for collectives, and one for each pair of
- * ranks and direction. With few slots a call would wait for the calls before it, which hides missing waits.
+ * without a name that its ranks map; the id names it. It has many slots a rank for collectives, and one for each pair
+ * of ranks and direction. With few slots a call would wait for the calls before it, which hides missing waits.
  *
  * A group of calls is one operation of its stream, attempted until all its calls are done. A collective posts its
  * source to the rank's slot, and is done when every rank has posted a call of the same number and kind. So what ranks
