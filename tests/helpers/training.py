@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,3 +230,24 @@ def master_values(model: nn.Module) -> dict[str, Tensor]:
             values = whole[entry.offset_elems : entry.offset_elems + entry.numel]
             found[entry.names[0]] = values.view(entry.shape).clone()
     return found
+
+
+def goes_on_from_each(
+    folder: Path,
+    prepared: Callable[..., tuple[Any, Any]],
+    plain: dict[str, Any],
+    held: Sequence[dict[str, Any]],
+    until: int,
+) -> None:
+    """Save after 3 steps with each of the configurations ``held``, load with each of them: the losses go on as with ``plain``."""
+    model, optimizer = prepared(**plain)
+    first, wanted = train(model, optimizer, 0, 3), train(model, optimizer, 3, until)
+    for index, source in enumerate(held):
+        model, optimizer = prepared(**source)
+        assert train(model, optimizer, 0, 3) == first
+        zeropp.save(folder, model, optimizer, step=index)
+        for target in held:
+            model, optimizer = prepared(**target)
+            train(model, optimizer, 10, 11)  # what the load must overwrite
+            assert zeropp.load(folder, model, optimizer)["step"] == index
+            assert train(model, optimizer, 3, until) == wanted, (source, target)

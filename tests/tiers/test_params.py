@@ -19,7 +19,7 @@ import zeropp
 from disk import change, full_disk, scratch
 from parity import ORDERS, in_order
 from ranks import on_ranks
-from training import Recipe, batch, gpt, ours, same, train
+from training import Recipe, batch, goes_on_from_each, gpt, ours, same, train
 from zeropp import Offload, Tier
 from zeropp.zero.engine import engine_of
 from zoo import ReadFromOutside
@@ -121,19 +121,8 @@ def test_checkpoints() -> None:
     with scratch() as path:
         saved = Path(path) / "ckpt"
         for precision, tiers in ((None, [{"stage": 2}, nvme(path)]), ("bf16", [nvme(path, 0.3, True), nvme(path)])):
-            common: dict[str, Any] = {"precision": precision}
-            model, optimizer = prepared(**common, stage=3)
-            first, wanted = train(model, optimizer, 0, 3), train(model, optimizer, 3, 5)
-            for index, source in enumerate(tiers):
-                model, optimizer = prepared(**common, **source)
-                assert train(model, optimizer, 0, 3) == first
-                zeropp.save(saved, model, optimizer, step=index)
-                for target in tiers:
-                    model, optimizer = prepared(**common, **target)
-                    train(model, optimizer, 10, 11)  # what the load must overwrite
-                    assert zeropp.load(saved, model, optimizer)["step"] == index
-                    assert train(model, optimizer, 3, 5) == wanted, (precision, source, target)
-            del model, optimizer
+            held = [{"precision": precision, **tier} for tier in tiers]
+            goes_on_from_each(saved, prepared, {"precision": precision, "stage": 3}, held, 5)
 
 
 @on_ranks(1, 2)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zeropp
 from disk import change, full_disk, scratch
 from ranks import on_ranks
-from training import STAGES, Recipe, batch, gpt, ours, same, train
+from training import STAGES, Recipe, batch, goes_on_from_each, gpt, ours, same, train
 from zeropp import Offload, Tier
 from zeropp.zero.engine import engine_of
 
@@ -92,20 +92,8 @@ def test_checkpoints() -> None:
         saved = Path(path) / "ckpt"
         for precision in (None, "bf16"):
             common: dict[str, Any] = {"stage": 2, "precision": precision}
-            tiers = [{}, nvme(path), nvme(path, 0.3)]
-            model, optimizer = prepared(**common)
-            first = train(model, optimizer, 0, 3)
-            wanted = train(model, optimizer, 3, 6)
-            for index, source in enumerate(tiers):
-                model, optimizer = prepared(**common, **source)
-                assert train(model, optimizer, 0, 3) == first
-                zeropp.save(saved, model, optimizer, step=index)
-                for target in tiers:
-                    model, optimizer = prepared(**common, **target)
-                    train(model, optimizer, 10, 11)  # what the load must overwrite
-                    assert zeropp.load(saved, model, optimizer)["step"] == index
-                    assert train(model, optimizer, 3, 6) == wanted, (precision, source, target)
-            del model, optimizer
+            held = [{**common, **tier} for tier in ({}, nvme(path), nvme(path, 0.3))]
+            goes_on_from_each(saved, prepared, common, held, 6)
 
 
 @on_ranks(1, 2)

@@ -51,24 +51,30 @@ def _operator(model: nn.Module, state: str, amsgrad: bool) -> tuple[list[str], l
     }  # fmt: skip
 
 
+def one_step(model: nn.Module, optimizer: Any, step: int) -> tuple[float, dict[str, Tensor]]:
+    """Train one step. Return the loss, and the whole gradients that the step used."""
+    loss = model(*batch(step))
+    loss.backward()
+    with zeropp.gathered(model, grads=True):
+        shown = {n: p.grad.detach().clone().reshape(-1) for n, p in model.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), shown
+
+
 def same_as_operator(state: str, name: str, amsgrad: bool = False) -> list[float]:
     model, optimizer = prepared(state, STAGES[name], amsgrad=amsgrad, weight_decay=0.1)
     names, params, moments = _operator(model, state, amsgrad)
     losses = []
     for step in range(1, 5):
-        loss = model(*batch(step))
-        loss.backward()
-        with zeropp.gathered(model, grads=True):
-            shown = {n: p.grad.detach().clone().reshape(-1) for n, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
+        loss, shown = one_step(model, optimizer, step)
         grads = [shown[n] for n in names]
         zeropp.ops.adam_step_(params, grads, **moments, step=step, lr=LR, weight_decay=0.1)
         with zeropp.gathered(model):
             values = dict(model.named_parameters())
             for n, want in zip(names, params, strict=True):
                 assert torch.equal(values[n].detach().reshape(-1), want), (state, name, step, n)
-        losses.append(loss.item())
+        losses.append(loss)
     return losses
 
 
@@ -244,19 +250,14 @@ def _follow(name: str, state: str, stage: str) -> list[float]:
     scales = [torch.zeros(zeropp.ops.moments_scales(p.numel())) for _ in states for p in params]
     losses = []
     for step in range(1, 5):
-        loss = model(*batch(step))
-        loss.backward()
-        with zeropp.gathered(model, grads=True):
-            shown = {n: p.grad.detach().clone().reshape(-1) for n, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
+        loss, shown = one_step(model, optimizer, step)
         low = {"scales": scales} if state == "int8" else {}
         operator(params, [shown[n] for n in names], *codes, step=step, **rates, **low)
         with zeropp.gathered(model):
             values = dict(model.named_parameters())
             for n, want in zip(names, params, strict=True):
                 assert torch.equal(values[n].detach().reshape(-1), want), (name, state, stage, step, n)
-        losses.append(loss.item())
+        losses.append(loss)
     return losses
 
 
