@@ -56,19 +56,26 @@ static void end_streams(const struct three *all) {
     zpp_stream_destroy(all->compute);
 }
 
+/* Close the gate. Behind it, the queue copies to[2] to to[0], and records the event. */
+static void copy_behind_gate(const struct three *all, int *gate, int *to) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    *gate = to[0] = to[1] = 0;
+    CHECK_OK(zpp_stream_launch(all->queue, behind_gate, &gate, sizeof gate, &err));
+    CHECK_OK(zpp_stream_copy(all->queue, &to[0], &to[2], sizeof *to, &err));
+    CHECK_OK(zpp_event_record(all->event, all->queue, &err));
+}
+
 /* to[1] copies to[0] in another queue, which waits for an event that is recorded elsewhere meanwhile. */
 static void a_queue_does_not_block_its_caller(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_device *device = new_device();
     struct three all = new_streams(device);
-    int gate, *where = &gate, *to;
+    int gate, *to;
     CHECK_OK(zpp_cuda_host_alloc(device, 4 * sizeof *to, (void **)&to, &err));
     for (uint64_t lazy = 0; lazy < SCHEDULES; ++lazy) {
         SIM(sim_set_schedule)(lazy, 0);
-        gate = 0, to[0] = to[1] = 0, to[2] = 7;
-        CHECK_OK(zpp_stream_launch(all.queue, behind_gate, &where, sizeof where, &err));
-        CHECK_OK(zpp_stream_copy(all.queue, &to[0], &to[2], sizeof *to, &err));
-        CHECK_OK(zpp_event_record(all.event, all.queue, &err));
+        to[2] = 7;
+        copy_behind_gate(&all, &gate, to);
         CHECK_EQUAL(zpp_stream_poll(all.queue, &err), ZPP_AGAIN);
         CHECK_OK(zpp_stream_wait(all.other, all.event, NULL, &err));
         CHECK_OK(zpp_stream_copy(all.other, &to[1], &to[0], sizeof *to, &err));
@@ -92,14 +99,12 @@ static void a_stream_without_a_queue_drives_the_other(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_device *device = new_device();
     struct three all = new_streams(device);
-    int gate, *where = &gate, *to;
+    int gate, *to;
     CHECK_OK(zpp_cuda_host_alloc(device, 4 * sizeof *to, (void **)&to, &err));
     for (uint64_t lazy = 0; lazy < SCHEDULES; ++lazy) {
         SIM(sim_set_schedule)(lazy, 0);
-        gate = 0, to[0] = to[1] = 0, to[2] = 8;
-        CHECK_OK(zpp_stream_launch(all.queue, behind_gate, &where, sizeof where, &err));
-        CHECK_OK(zpp_stream_copy(all.queue, &to[0], &to[2], sizeof *to, &err));
-        CHECK_OK(zpp_event_record(all.event, all.queue, &err));
+        to[2] = 8;
+        copy_behind_gate(&all, &gate, to);
         CHECK_OK(zpp_stream_wait(all.compute, all.event, &ten_seconds, &err));
         CHECK_EQUAL(gate, 2);
         CHECK_OK(zpp_stream_copy(all.compute, &to[1], &to[0], sizeof *to, &err));
