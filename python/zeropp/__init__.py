@@ -83,6 +83,7 @@ _MODULES = (
     "aio",
     "comm",
     "config",
+    "data",
     "elastic",
     "errors",
     "hf",
