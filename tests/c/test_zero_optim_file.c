@@ -545,6 +545,48 @@ static void plans_are_kept(void) {
     remove_folder();
 }
 
+/* A large shard has records of its own: a step of some shards moves the states of those, and of no others. */
+static void shards_that_are_not_stepped_do_not_move(void) {
+    enum { LARGE = 3 };
+    static const size_t elems[LARGE] = { 66000, 140000, 65536 };
+    make_folder();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    static float mark;
+    reset_plan();
+    const struct zpp_optim_file_options options = { .file = { .path = in_folder("states"), .sys = &sys },
+                                                   .fraction = 1.0, .moments = 3 };
+    zpp_optim_file *optim_file = NULL;
+    float *values = calloc(elems[1], sizeof *values);
+    CHECK(values);
+    CHECK_OK(zpp_optim_file_create(&options, &optim_file, &err));
+    for (int i = 0; i < LARGE; i++) CHECK_OK(zpp_optim_file_add(optim_file, elems[i], true, &(int){ 0 }, &err));
+    CHECK_OK(zpp_optim_file_seal(optim_file, &fault, &err));
+    for (uint64_t t = 1; t <= 4; t++) { /* all, all, then without the second, then without the first */
+        struct zpp_optim_file_piece pieces[LARGE];
+        size_t count = 0, bytes = 0;
+        for (int i = 0; i < LARGE; i++) {
+            if ((t == 3 && i == 1) || (t == 4 && i == 0)) continue;
+            bytes += 3 * sizeof(float) * ((elems[i] + 1023) / 1024 * 1024);
+            pieces[count++] = (struct zpp_optim_file_piece){
+                .shard = i,
+                .segment = { .grad = values, .grad_dtype = ZPP_F32, .exp_avg = &mark, .exp_avg_sq = &mark,
+                             .elems = elems[i], .step = t, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8 } };
+        }
+        struct zpp_optim_file_figures before, after;
+        const struct zpp_step_files files = { NULL, NULL, false };
+        zpp_optim_file_figures(optim_file, &before);
+        CHECK_OK(zpp_optim_file_step(optim_file, pieces, count, &files, 1.0f, NULL, &fault, &err));
+        zpp_optim_file_figures(optim_file, &after);
+        CHECK_EQUAL(after.written_bytes - before.written_bytes, bytes);
+        CHECK_EQUAL(after.read_bytes - before.read_bytes, t == 1 ? bytes / 3 : bytes);
+    }
+    free(values);
+    zpp_optim_file_destroy(optim_file);
+    CHECK_EQUAL(unlink(in_folder("states")), 0);
+    remove_folder();
+}
+
 int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(steps_equal_memory), TEST(bytes_are_counted), TEST(full_disk),
                                               TEST(full_disk_of_several),
@@ -553,6 +595,7 @@ int main(int argc, char **argv) {
                                               TEST(backward_step_bytes_are_counted),
                                               TEST(backward_step_operations_fail_once),
                                               TEST(backward_step_poll_reads_on), TEST(plans_are_kept),
+                                              TEST(shards_that_are_not_stepped_do_not_move),
                                               { 0 } };
     return test_main(argc, argv, cases);
 }

@@ -14,7 +14,7 @@
 
 enum {
     SHARD_ALIGN_ELEMS = 16,     /* AVX-512 */
-    LARGE_SHARD_ELEMS = 65536,  /* from here on a shard begins at a page: its first values are written directly */
+    LARGE_SHARD_ELEMS = 65536,  /* from here on a shard begins at a page, and has records of its own */
     CHUNK_ELEMS = 512 * 1024,   /* 2 MiB a kind: large enough for the disk, small enough to overlap */
     LEAST_CHUNKS = 8,           /* fewer, and the first read and the last write would not be hidden */
     BUFFERS = 4,                /* one stepped, one written, two read */
@@ -54,6 +54,7 @@ void zpp_optim_file_destroy(zpp_optim_file *optim_file) {
     zpp_scratch_file_close(&optim_file->file);
     for (int i = 0; i < 2; i++) {
         struct record_stream *stream = &optim_file->streams[i];
+        free(stream->begins);
         free(stream->stepped);
         zpp_mem_free(stream->held, stream->planes * stream->held_elems * sizeof(float));
     }
@@ -74,7 +75,8 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
         round_up(stream->elems, elems < LARGE_SHARD_ELEMS ? (size_t)SHARD_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
     shards[optim_file->shards_count] = (struct optim_file_shard){ .stream = which, .begin_elems = begin,
                                                                  .elems = elems };
-    stream->elems = begin + elems;
+    /* What comes after a large shard begins at a page, too, so that a record may end there. */
+    stream->elems = begin + (elems < LARGE_SHARD_ELEMS ? elems : round_up(elems, TIER_PAGE_ELEMS));
     stream->used_elems += elems;
     *shard = optim_file->shards_count++;
     return ZPP_OK;
@@ -82,10 +84,42 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
 
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
-static void lay_out_stream(const zpp_optim_file *optim_file, struct record_stream *stream, bool master,
-                           uint64_t *used_bytes) {
+/* Cut the record stream in chunks of equal length, from where the last one ends to an element. */
+static bool cut_chunks(struct record_stream *stream, size_t until, size_t most_elems) {
+    const size_t end = until > stream->held_elems ? until - stream->held_elems : 0;
+    size_t at = stream->chunks ? stream->begins[stream->chunks] : 0;
+    if (end <= at) return true;
+    const size_t count = (end - at + most_elems - 1) / most_elems;
+    const size_t length = round_up((end - at + count - 1) / count, TIER_PAGE_ELEMS);
+    if (length > stream->chunk_elems) stream->chunk_elems = length;
+    for (; at < end; at = at + length < end ? at + length : end) {
+        size_t *begins =
+            zpp_array_reserve(stream->begins, stream->chunks + 1, &stream->begins_capacity, sizeof *begins);
+        if (!begins) return false;
+        stream->begins = begins;
+        begins[stream->chunks++] = at;
+        begins[stream->chunks] = end;
+    }
+    return true;
+}
+
+/* A large shard has chunks of its own: a step moves no states of a unit that it does not step (a layer that was left
+ * out, an expert without tokens). */
+static bool cut_stream(zpp_optim_file *optim_file, int which, size_t most_elems) {
+    struct record_stream *stream = &optim_file->streams[which];
+    for (int i = 0; i < optim_file->shards_count; i++) {
+        const struct optim_file_shard *shard = &optim_file->shards[i];
+        if (shard->stream != which || shard->elems < LARGE_SHARD_ELEMS) continue;
+        const size_t end = shard->begin_elems + round_up(shard->elems, TIER_PAGE_ELEMS);
+        if (!cut_chunks(stream, shard->begin_elems, most_elems) || !cut_chunks(stream, end, most_elems)) return false;
+    }
+    return cut_chunks(stream, stream->elems, most_elems);
+}
+
+static zpp_status lay_out_stream(zpp_optim_file *optim_file, int which, struct zpp_err *err) {
+    struct record_stream *stream = &optim_file->streams[which];
     for (int kind = 0; kind < ZPP_TIER_KINDS; kind++) {
-        const bool has = kind == ZPP_TIER_MASTER ? master
+        const bool has = kind == ZPP_TIER_MASTER ? which == 0
             : optim_file->options.moments >> (kind - ZPP_TIER_EXP_AVG) & 1;
         stream->plane[kind] = has ? (int)stream->planes : -1;
         if (has) stream->kinds[stream->planes++] = kind;
@@ -95,12 +129,14 @@ static void lay_out_stream(const zpp_optim_file *optim_file, struct record_strea
     stream->elems = round_up(stream->elems, TIER_PAGE_ELEMS);
     if (!stream->planes) stream->held_elems = stream->elems; /* no record has anything: nothing is to be read */
     const size_t on_disk_elems = stream->elems - stream->held_elems;
-    stream->chunk_elems = optim_file->options.chunk_elems;
-    if (!stream->chunk_elems) stream->chunk_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
-    if (!optim_file->options.chunk_elems && stream->chunk_elems > CHUNK_ELEMS) stream->chunk_elems = CHUNK_ELEMS;
-    stream->chunks = (on_disk_elems + stream->chunk_elems - 1) / stream->chunk_elems;
-    stream->offset_bytes = *used_bytes;
-    *used_bytes += (uint64_t)on_disk_elems * stream->planes * sizeof(float);
+    size_t most_elems = optim_file->options.chunk_elems;
+    if (!most_elems) most_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
+    if (!optim_file->options.chunk_elems && most_elems > CHUNK_ELEMS) most_elems = CHUNK_ELEMS;
+    if (!cut_stream(optim_file, which, most_elems))
+        return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the records of %zu elements", on_disk_elems);
+    stream->offset_bytes = optim_file->file_bytes;
+    optim_file->file_bytes += (uint64_t)on_disk_elems * stream->planes * sizeof(float);
+    return ZPP_OK;
 }
 
 static zpp_status make_stream_memory(struct record_stream *stream, struct zpp_err *err) {
@@ -120,7 +156,7 @@ static void choose_buffers(zpp_optim_file *optim_file) {
     if (!optim_file->options.buffers) optim_file->options.buffers = BUFFERS;
     for (int i = 0; i < 2; i++) {
         const struct record_stream *stream = &optim_file->streams[i];
-        const size_t bytes = stream->chunks ? optim_file_chunk_elems(stream, 0) * stream->planes * sizeof(float) : 0;
+        const size_t bytes = stream->chunk_elems * stream->planes * sizeof(float);
         if (bytes > optim_file->record_bytes) optim_file->record_bytes = bytes;
     }
 }
@@ -141,10 +177,12 @@ static zpp_status make_buffers(zpp_optim_file *optim_file, struct zpp_err *err) 
 
 zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (optim_file->sealed) return zpp_fail(err, ZPP_STATE, "tier: sealed twice");
-    for (int i = 0; i < 2; i++) lay_out_stream(optim_file, &optim_file->streams[i], i == 0, &optim_file->file_bytes);
+    zpp_status status = ZPP_OK;
+    for (int i = 0; i < 2 && status == ZPP_OK; i++) status = lay_out_stream(optim_file, i, err);
+    if (status != ZPP_OK) return status;
     choose_buffers(optim_file);
     /* At its full length: what was never written reads as zeros, and a full disk is found before training. */
-    zpp_status status = zpp_aio_make(optim_file->file.aio, optim_file->file.path, optim_file->file_bytes, fault, err);
+    status = zpp_aio_make(optim_file->file.aio, optim_file->file.path, optim_file->file_bytes, fault, err);
     for (int i = 0; i < 2 && status == ZPP_OK; i++) status = make_stream_memory(&optim_file->streams[i], err);
     if (status == ZPP_OK) status = optim_file_backward_step_seal(optim_file, err);
     if (status == ZPP_OK) status = make_buffers(optim_file, err);
@@ -160,14 +198,27 @@ zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
     int number;
     for (size_t i = 0; i < count && status == ZPP_OK; i++)
         status = zpp_optim_file_add(&optim_file, shards[i].elems, shards[i].master, &number, err);
-    for (int i = 0; i < 2; i++) lay_out_stream(&optim_file, &optim_file.streams[i], i == 0, &optim_file.file_bytes);
+    for (int i = 0; i < 2 && status == ZPP_OK; i++) status = lay_out_stream(&optim_file, i, err);
     choose_buffers(&optim_file);
     *out = (struct zpp_optim_file_plan){ .buffer_bytes = optim_file.record_bytes * optim_file.options.buffers };
-    for (int i = 0; i < 2; i++)
-        if (optim_file.streams[i].chunks && optim_file.streams[i].chunk_elems > out->chunk_elems)
-            out->chunk_elems = optim_file.streams[i].chunk_elems;
+    for (int i = 0; i < 2; i++) {
+        if (optim_file.streams[i].chunk_elems > out->chunk_elems) out->chunk_elems = optim_file.streams[i].chunk_elems;
+        free(optim_file.streams[i].begins);
+    }
     free(optim_file.shards);
     return status;
+}
+
+size_t optim_file_chunk_at(const struct record_stream *stream, size_t at, size_t *inside) {
+    const size_t wanted = at - stream->held_elems;
+    size_t first = 0, last = stream->chunks - 1;
+    while (first < last) {
+        const size_t middle = (first + last + 1) / 2;
+        if (stream->begins[middle] <= wanted) first = middle;
+        else last = middle - 1;
+    }
+    *inside = wanted - stream->begins[first];
+    return first;
 }
 
 /* --- copies ------------------------------------------------------------------------------------------------------- */
@@ -181,8 +232,7 @@ static size_t run_at(const struct record_stream *stream, int plane, size_t at, f
         *held = stream->held + (size_t)plane * stream->held_elems + at;
         return stream->held_elems - at;
     }
-    *chunk = (at - stream->held_elems) / stream->chunk_elems;
-    *inside = (at - stream->held_elems) % stream->chunk_elems;
+    *chunk = optim_file_chunk_at(stream, at, inside);
     return optim_file_chunk_elems(stream, *chunk) - *inside;
 }
 

@@ -11,7 +11,8 @@
  *             | in memory |  chunk 0  |  chunk 1  |  chunk 2  |       fraction: the part of the stream in the file
  *   record    | master | exp_avg | exp_avg_sq | max_exp_avg_sq |      each a multiple of 4096 bytes
  *
- * That is Adam's; of other updates a record has the moments that they have (ops/optim/optim.h).
+ * That is Adam's; of other updates a record has the moments that they have (ops/optim/optim.h). A shard of 65,536
+ * elements or more has records of its own, so the states of a unit that is not stepped do not move.
  *
  * A step moves whole records, while chunk k is stepped chunk k+1 is read and chunk k-1 written, so bytes per element
  * and step are 4 * kinds read and 4 * kinds written, and memory is `buffers` records. The copy in the parameters' own

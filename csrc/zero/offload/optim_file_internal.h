@@ -20,8 +20,10 @@ struct record_stream {
     size_t elems;          /* of all shards, rounded up to pages */
     size_t used_elems;     /* of all shards */
     size_t held_elems;     /* the first ones, in memory; whole pages */
-    size_t chunk_elems;    /* of every chunk but the last */
+    size_t *begins;        /* [chunks + 1]: the first element of each chunk, counted from the first one in the file */
+    size_t begins_capacity;
     size_t chunks;
+    size_t chunk_elems; /* of the longest chunk */
     uint64_t offset_bytes; /* of chunk 0 in the file */
     bool *stepped;         /* [chunks]: true once its moments were written */
     float *held;           /* [planes * held_elems] */
@@ -99,13 +101,15 @@ struct zpp_optim_file {
 };
 
 static inline size_t optim_file_chunk_elems(const struct record_stream *stream, size_t chunk) {
-    const size_t left = stream->elems - stream->held_elems - chunk * stream->chunk_elems;
-    return left < stream->chunk_elems ? left : stream->chunk_elems;
+    return stream->begins[chunk + 1] - stream->begins[chunk];
 }
 
 static inline uint64_t optim_file_record_offset(const struct record_stream *stream, size_t chunk) {
-    return stream->offset_bytes + (uint64_t)chunk * stream->chunk_elems * stream->planes * sizeof(float);
+    return stream->offset_bytes + (uint64_t)stream->begins[chunk] * stream->planes * sizeof(float);
 }
+
+/* Return the chunk of an element of the record stream that is in the file; *inside: its place in the chunk. */
+size_t optim_file_chunk_at(const struct record_stream *stream, size_t at, size_t *inside);
 
 /* As zpp_scratch_finish_after, counted as waiting inside a step. */
 zpp_status optim_file_finish(zpp_optim_file *optim_file, zpp_status status, zpp_aio_request **request,

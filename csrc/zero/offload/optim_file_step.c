@@ -58,9 +58,9 @@ static bool plan_piece(const zpp_optim_file *optim_file, const struct zpp_optim_
     size_t at = optim_file->shards[piece->shard].begin_elems + piece->first;
     for (size_t done = 0; done < piece->segment.elems;) {
         const bool held = at < stream->held_elems;
-        const size_t beyond = held ? 0 : at - stream->held_elems, chunk = beyond / stream->chunk_elems;
-        const size_t inside = beyond % stream->chunk_elems;
-        size_t run = held ? stream->held_elems - at : stream->chunk_elems - inside;
+        size_t inside = 0;
+        const size_t chunk = held ? 0 : optim_file_chunk_at(stream, at, &inside);
+        size_t run = held ? stream->held_elems - at : optim_file_chunk_elems(stream, chunk) - inside;
         if (run > piece->segment.elems - done) run = piece->segment.elems - done;
         struct zpp_optim_segment part = zpp_optim_part(&piece->segment, done, run);
         if (!held) {

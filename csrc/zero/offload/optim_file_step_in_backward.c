@@ -25,9 +25,10 @@ static bool chunks_of(const zpp_optim_file *optim_file, const struct optim_file_
     const struct record_stream *stream = &optim_file->streams[shard->stream];
     const size_t end = shard->begin_elems + shard->elems;
     if (!shard->elems || end <= stream->held_elems) return false;
-    const size_t begin = shard->begin_elems > stream->held_elems ? shard->begin_elems - stream->held_elems : 0;
-    *first = begin / stream->chunk_elems;
-    *last = (end - 1 - stream->held_elems) / stream->chunk_elems;
+    const size_t begin = shard->begin_elems > stream->held_elems ? shard->begin_elems : stream->held_elems;
+    size_t inside;
+    *first = optim_file_chunk_at(stream, begin, &inside);
+    *last = optim_file_chunk_at(stream, end - 1, &inside);
     return true;
 }
 
