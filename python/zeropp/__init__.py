@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     from zeropp.checkpoint.values import set_local as set_local
     from zeropp.config import Comm as Comm
     from zeropp.config import Config as Config
+    from zeropp.config import Efficiency as Efficiency
+    from zeropp.config import Growth as Growth
+    from zeropp.config import LayerDrop as LayerDrop
     from zeropp.config import LossScale as LossScale
     from zeropp.config import Offload as Offload
     from zeropp.config import Precision as Precision
     from zeropp.config import Tier as Tier
+    from zeropp.config import TokenDrop as TokenDrop
     from zeropp.deepspeed.engine import initialize as initialize
     from zeropp.errors import CheckpointError as CheckpointError
     from zeropp.errors import CommError as CommError
@@ -70,6 +74,7 @@ _HOME = {
     "estimate": "zero.memory_plan",
     "initialize": "deepspeed.engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
+    **dict.fromkeys(("Efficiency", "Growth", "LayerDrop", "TokenDrop"), "config"),
     **dict.fromkeys(
         (
             "CheckpointError", "CommError", "CommTimeoutError", "ConfigError", "Error", "NotBuiltError", "PartitionedParameterError",

@@ -96,6 +96,7 @@ def load(
         if optimizer is not None:
             _restore_groups(optimizer, content["optimizer"]["groups"])
             engine.scaler.restore(content.get("scaler"))
+            engine.clock.restore(max((one.get("steps", 0) for one in content["parameters"].values()), default=0))
             _restore_private(engine, content, parts)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))

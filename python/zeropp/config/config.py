@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zeropp import compat
+from zeropp.config.efficiency import Efficiency
 from zeropp.config.sections import Comm, LossScale, Offload, Precision
 from zeropp.config.values import (
     DTYPES,
@@ -99,6 +100,9 @@ class Config:
     Between a backward and `optimizer.step()` the model cannot be used. Stages 1 to 3, on one host or several. With gradients on
     NVMe for `accumulate` above 1 only: the last backward of a step keeps none there."""
 
+    efficiency: Efficiency | None = None
+    """What training steps leave out: tokens, layers, attention scores. None: nothing."""
+
     device: str | torch.device | None = None
     """Where shards and computation live; None: cuda:LOCAL_RANK where there is a GPU, else the CPU."""
 
@@ -122,6 +126,8 @@ class Config:
         self._check_device()
         instance("Config.offload", self.offload, Offload)
         instance("Config.comm", self.comm, Comm)
+        if self.efficiency is not None:
+            instance("Config.efficiency", self.efficiency, Efficiency)
         if self.comm.secondary_shard not in (0, "host"):
             raise wrong("Config.comm.secondary_shard", self.comm.secondary_shard, "'host', or 0 for none")
         compat.check(facts_of(self))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key
+from zeropp.config.efficiency import Efficiency, Growth, LayerDrop, TokenDrop
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import MOST_NUMBER, T, nearest, not_a_config, wrong
 from zeropp.errors import ConfigError, shown
@@ -22,7 +23,6 @@ Fields = dict[str, Any]
 
 _DEPTH = 32
 """Most sections inside one another. No configuration has more than five."""
-_NESTED: dict[str, type] = {"offload": Offload, "comm": Comm, "precision": Precision, "loss_scale": LossScale}
 _TIER_KEYS = ("params", "grads", "optimizer", "activations")
 
 
@@ -93,17 +93,46 @@ def _own_fields(native: Mapping[str, Any], known: list[str], others: Iterable[st
                 f"{name if isinstance(name, str) else shown(name)}: unknown key (value {shown(value)}); known are {', '.join(known)}, "
                 f"and DeepSpeed's{nearest(name, [*known, *others])}"
             )
-        if name == "offload" and isinstance(value, Mapping):
-            tiers = {
-                k: build(Tier, v, f"offload.{k}") if isinstance(v, Mapping) and k in _TIER_KEYS else v
-                for k, v in value.items()
-            }
-            fields[name] = build(Offload, tiers, "offload")
-        elif name in _NESTED and isinstance(value, Mapping):
-            fields[name] = build(_NESTED[name], value, name)
-        else:
-            fields[name] = value
+        fields[name] = _READERS[name](value) if name in _READERS and isinstance(value, Mapping) else value
     return fields
+
+
+def _offload(keys: Mapping[str, Any]) -> Offload:
+    tiers = {
+        k: build(Tier, v, f"offload.{k}") if isinstance(v, Mapping) and k in _TIER_KEYS else v for k, v in keys.items()
+    }
+    return build(Offload, tiers, "offload")
+
+
+def _efficiency(keys: Mapping[str, Any]) -> Efficiency:
+    """Read ``Config.efficiency`` from JSON: a schedule is an object of `Growth`'s fields, or of steps and values for ``Growth.at``."""
+    fields: Fields = {}
+    for name, value in keys.items():
+        path = f"efficiency.{name}"
+        if name in ("token_drop", "layer_drop") and isinstance(value, Mapping):
+            inner = {key: _schedule(one, f"{path}.{key}") if key == "keep" else one for key, one in value.items()}
+            fields[name] = build(TokenDrop if name == "token_drop" else LayerDrop, inner, path)
+        else:
+            fields[name] = _schedule(value, path) if name == "seq_length" else value
+    return build(Efficiency, fields, "efficiency")
+
+
+def _schedule(value: Any, path: str) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if value and all(isinstance(key, str) and key.isdecimal() for key in value):
+        return Growth.at({int(step): one for step, one in value.items()})
+    return build(Growth, value, path)
+
+
+#: How a section is read, by its name.
+_READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "offload": _offload,
+    "efficiency": _efficiency,
+    "comm": lambda keys: build(Comm, keys, "comm"),
+    "precision": lambda keys: build(Precision, keys, "precision"),
+    "loss_scale": lambda keys: build(LossScale, keys, "loss_scale"),
+}
 
 
 def build(cls: type[T], fields: Mapping[str, Any], path: str) -> T:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeropp.config import Config, LossScale
+from zeropp.efficiency.clock import Clock
 from zeropp.errors import ConfigError, Error
 from zeropp.files import folder_writer
 from zeropp.zero.model.parameter import Ref, engines, raise_strays, ref_of
@@ -163,6 +164,7 @@ class Engine(ModelState):
         self.norm: tuple[float, list[str]] | None = None
         self.norm_at = -1
         self.stepped_at = 0
+        self.clock = Clock(self.rank, self.ranks, core)
         self.optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
         self.shows_gradients = self.stage == 0
         self.storage = Storage()
@@ -227,6 +229,7 @@ class Engine(ModelState):
         """Let the next backward be the first of ``accumulate``, which adds to nothing: after a load."""
         self.core.restart_step()
         self.stepped_at = self.core.backwards
+        self.clock.restore(self.clock.step)
         self.clear_gradients()
 
     def gradient_shard(self, unit: Unit) -> tuple[torch.Tensor, list[bool]] | None:

@@ -17,6 +17,7 @@ from zeropp import _C, compat
 from zeropp.comm.group import communicator
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
+from zeropp.efficiency import attach as efficiency
 from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
 from zeropp.zero.build import fill, make_engine
@@ -111,6 +112,7 @@ def _plan(model: nn.Module, optimizer: Optimizer | None, config: Config, comm: A
     """Return the units of a model; raise zeropp.ConfigError where they do not go with the options, or differ between ranks."""
     facts = {**facts_of(config), **_host_facts(config, comm)}
     compat.check(facts)
+    efficiency.check(model, config)
     meta.check_draws(model)
     plans = plan_units(model, config.units, _param_dtype(config), config.ignored)
     _check_plans(plans, facts)
@@ -150,6 +152,7 @@ def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
     for unit in engine.trained:
         hook_unit(engine, unit)
     engine.params.refuse_training(model)
+    efficiency.attach(model, engine)
     if param_dtype is not None:
         model.register_forward_pre_hook(functools.partial(cast_inputs, param_dtype), with_kwargs=True, prepend=True)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ def _text(value: Any) -> str:
     """Return a text that is equal on every rank for equal values: a class by its name, a set of classes in order."""
     if isinstance(value, (tuple, list)):
         return ", ".join(sorted(map(_text, value))) or "nothing"
-    return value.__name__ if isinstance(value, type) else repr(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key!r}: {_text(value[key])}" for key in sorted(value, key=repr))
+    return value.__name__ if isinstance(value, (type, FunctionType)) else repr(value)
 
 
 def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:

@@ -63,7 +63,8 @@ class ZeroOptimizer(optim.Optimizer):
         self._require_gradients()
         if engine.config.clip is not None:
             self._clip(engine.config.clip)
-        if engine.schedule.admits(engine):
+        taken = engine.schedule.admits(engine)
+        if taken:
             self._step_shards()
             engine.scaler.taken()
             engine.schedule.ended(self)
@@ -71,6 +72,7 @@ class ZeroOptimizer(optim.Optimizer):
             engine.flush()
         engine.core.reset_uses()
         engine.stepped_at = engine.core.backwards
+        engine.clock.tick(taken)
         return loss
 
     def flush(self) -> None:
@@ -400,6 +402,7 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]
+    engine.clock.restore(0)
     engine.optimizer_ref = weakref.ref(optimizer)
     engine.unfreezing.renew()
     _restore_scheduler_wrap(optimizer)

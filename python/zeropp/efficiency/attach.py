@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The techniques that act inside a prepared model, attached by ``prepare``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from zeropp.config import Config
+
+#: By the field of ``Efficiency``: what refuses a model or a configuration before anything is partitioned, and what attaches to the
+#: model, given its engine, when all other hooks are in place.
+TECHNIQUES: dict[str, tuple[Callable[[nn.Module, Config], None], Callable[[nn.Module, Any], None]]] = {}
+
+
+def check(model: nn.Module, config: Config) -> None:
+    """Raise zeropp.ConfigError for a model that a technique which is asked for does not fit."""
+    for name, (check_one, _) in TECHNIQUES.items():
+        if config.efficiency is not None and getattr(config.efficiency, name) is not None:
+            check_one(model, config)
+
+
+def attach(model: nn.Module, engine: Any) -> None:
+    """Attach what ``engine.config.efficiency`` asks for."""
+    asked = engine.config.efficiency
+    if asked is None:
+        return
+    engine.clock.watch(model)
+    for name, (_, attach_one) in TECHNIQUES.items():
+        if getattr(asked, name) is not None:
+            attach_one(model, engine)
