@@ -11,6 +11,7 @@
 
 /* Each adds its functions and types to the module: 0, or -1 with a Python error set. */
 int zpp_py_add_base(PyObject *module);
+int zpp_py_add_memory(PyObject *module);
 int zpp_py_add_ops(PyObject *module);
 int zpp_py_add_comm(PyObject *module);
 int zpp_py_add_zero(PyObject *module);
@@ -74,8 +75,8 @@ static int fill_module(PyObject *module) {
         zpp_py_raise(&err);
         return -1;
     }
-    int (*const areas[])(PyObject *) = { zpp_py_add_base, zpp_py_add_ops, zpp_py_add_comm,
-                                         zpp_py_add_zero, zpp_py_add_aio, zpp_py_add_tier };
+    int (*const areas[])(PyObject *) = { zpp_py_add_base, zpp_py_add_memory, zpp_py_add_ops, zpp_py_add_comm,
+                                         zpp_py_add_zero, zpp_py_add_aio,    zpp_py_add_tier };
     for (size_t area = 0; area < sizeof areas / sizeof areas[0]; ++area) {
         if (areas[area](module) != 0) return -1;
     }

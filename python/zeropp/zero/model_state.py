@@ -6,14 +6,15 @@ A store says where one kind of state lives. The classes here are memory; zeropp.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
+from zeropp import _C
 from zeropp.config import Config
 
 #: csrc/base/dtype.h, in its order.
@@ -24,14 +25,17 @@ DTYPES = (
 WHOLE, HOST, SHARD, FILE = range(4)  # enum zpp_place
 
 
-def tensor_over(owner: object, address: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a 1-D tensor over memory that ``owner`` keeps alive for as long as any view of it lives."""
-    if elems == 0:
-        return torch.empty(0, dtype=dtype)
-    buffer_type: Any = type("Buffer", (ctypes.c_char * (elems * dtype.itemsize),), {})
-    buffer = buffer_type.from_address(address)
-    buffer.owner = owner
-    return torch.frombuffer(buffer, dtype=dtype)
+CPU = torch.device("cpu")
+_DLPACK = {"cpu": 1, "cuda": 2}  # what DLPack calls torch's device types; any other is torch's PrivateUse1
+_DLPACK_PRIVATE_USE = 12
+
+
+def tensor_over(
+    owner: object, address: int, elems: int, dtype: torch.dtype, device: torch.device = CPU
+) -> torch.Tensor:
+    """Return a 1-D tensor over memory of ``device``, which ``owner`` keeps alive for as long as any view of it lives."""
+    kind = _DLPACK.get(device.type, _DLPACK_PRIVATE_USE)
+    return from_dlpack(_C.memory_capsule(owner, address, elems, DTYPES.index(dtype), kind, device.index or 0))
 
 
 @dataclass
