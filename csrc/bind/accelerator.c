@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { MOST_DEVICES = 64 };
 
@@ -38,6 +39,17 @@ static size_t find_row(int32_t torch_device_type) {
 const char *zpp_accelerator_key(size_t row) { return row < rows_here() ? table[row].key : NULL; }
 
 bool zpp_accelerator_has(int32_t torch_device_type) { return find_row(torch_device_type) < rows_here(); }
+
+zpp_status zpp_accelerator_type(const char *name, int32_t *torch_device_type, struct zpp_err *err) {
+    size_t row = 0;
+    while (row < rows_here() && strcmp(table[row].name, name) != 0) row++;
+    if (row == rows_here()) {
+        return zpp_fail(err, ZPP_NOT_BUILT, "torch's device \"%s\" is not supported yet; wanted \"cuda\" or \"cpu\"",
+                        name);
+    }
+    *torch_device_type = device_type_of(row);
+    return ZPP_OK;
+}
 
 /* The stable ABI since torch 2.13, for any accelerator. */
 static zpp_status look_up_stream(int32_t index, void **native, struct zpp_err *err) {

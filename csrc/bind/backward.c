@@ -62,7 +62,7 @@ static bool boundary_now(Zero *zero) {
 
 static int begin_backward(Zero *zero, long task) {
     struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_py_backward_step_require_ended(zero, "a second backward")) return -1;
+    if (zpp_py_follow(zero) || zpp_py_backward_step_require_ended(zero, "a second backward")) return -1;
     zero->boundary = boundary_now(zero);
     /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
     const bool due = zpp_zero_reduces_each_backward(zero->core) ? zero->sync : zero->boundary;
@@ -166,6 +166,7 @@ static int end_one(Zero *zero) {
     zero->builds_loss = false;
     zero->backwards++;
     zero->at_boundary = zero->boundary;
+    if (zpp_py_follow(zero)) return -1;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
@@ -281,6 +282,7 @@ static int hand_over(Unit *unit, Py_ssize_t param, const void *from, bool partia
     struct zpp_err err = ZPP_ERR_INIT;
     const size_t bytes = unit->unit->param_elems[param] * unit->unit->elem_bytes;
     zpp_status status = ZPP_AGAIN;
+    if (zpp_py_follow(zero)) return -1;
     if (bytes < RELEASE_LOCK_BYTES)
         status = zpp_zero_grad(zero->core, unit->unit->index, (size_t)param, from, partial, NULL, &err);
     if (status == ZPP_AGAIN) {

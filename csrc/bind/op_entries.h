@@ -49,6 +49,8 @@ void zpp_op_pool_give(zpp_pool *pool);
 /* The dispatch key of row 0, 1, ... of this process; NULL behind the last. */
 const char *zpp_accelerator_key(size_t row);
 bool zpp_accelerator_has(int32_t torch_device_type);
+/* Torch's device type of the accelerator with that name, as in torch.device("cuda"). NOT_BUILT: there is none here. */
+zpp_status zpp_accelerator_type(const char *name, int32_t *torch_device_type, struct zpp_err *err);
 /* Our device for torch's device `index`, made once and kept for the life of the process, and the driver's stream that
  * is current there in this thread. Other threads and `with torch.cuda.stream(...)` have other ones, so call it at every
  * entry. NOT_BUILT without a driver, or in a torch without that accelerator. */

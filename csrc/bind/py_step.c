@@ -132,6 +132,10 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     const int units = zero->stepper.units_count;
     struct zpp_shard_norm *norms = calloc((size_t)units * (size_t)zero->ranks + 1, sizeof *norms);
     if (!norms) return PyErr_NoMemory();
+    if (zpp_py_follow(zero)) {
+        free(norms);
+        return NULL;
+    }
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
@@ -171,6 +175,7 @@ static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
 static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
+    if (zpp_py_follow(zero)) return NULL;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
@@ -318,6 +323,7 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     PyObject *list;
     double scale;
     if (!PyArg_ParseTuple(args, "O!d", &PyList_Type, &list, &scale) || refresh_optim_file(zero)) return NULL;
+    if (zpp_py_follow(zero)) return NULL;
     struct zpp_optim_segment *groups = zpp_py_read_groups(list);
     if (!groups) return NULL;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -364,7 +370,7 @@ void zpp_py_delayed_end(Zero *zero) {
 static int make_delayed(Zero *zero) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (!zero->delayed_grads && !(zero->delayed_grads = PyList_New(0))) return -1;
-    if (zero->delayed || zpp_delayed_create(zero->device, &zero->delayed, &err) == ZPP_OK) return 0;
+    if (zero->delayed || zpp_delayed_create(zero->host, &zero->delayed, &err) == ZPP_OK) return 0;
     zpp_py_raise(&err);
     return -1;
 }

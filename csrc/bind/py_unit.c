@@ -4,10 +4,23 @@
  */
 #include "py_zero.h"
 
+#include "op_entries.h"
 #include "raise.h"
 
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait) {
     zpp_py_wait_init(wait, zero->timeout_ns);
+}
+
+int zpp_py_follow(Zero *zero) {
+    if (!zero->accelerator) return 0;
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *same;
+    void *native = NULL;
+    zpp_status status = zpp_accelerator_current(zero->accelerator_type, zero->accelerator_index, &same, &native, &err);
+    if (status == ZPP_OK) status = zpp_stream_follow(zpp_zero_compute(zero->core), native, &err);
+    if (status == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
 }
 
 PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err) {
@@ -30,6 +43,7 @@ enum { RELEASE_LOCK_BYTES = 256 * 1024 };
 int zpp_py_need(Unit *unit, enum zpp_phase phase) {
     Zero *zero = unit->zero;
     if (zpp_unit_moves(unit->unit)) {
+        if (zpp_py_follow(zero)) return -1;
         struct zpp_err err = ZPP_ERR_INIT;
         zpp_status status = ZPP_AGAIN;
         if (zpp_unit_is_gathered(unit->unit) || zpp_unit_bytes(unit->unit) < RELEASE_LOCK_BYTES)
@@ -55,6 +69,7 @@ int zpp_py_release(Unit *unit) {
     if (core->sticky) return unit->zero->builds_loss ? 0 : zpp_py_swap(unit, false); /* keeps its memory */
     if (zpp_py_swap(unit, false)) return -1;
     if (!zpp_unit_moves(core)) return 0;
+    if (zpp_py_follow(unit->zero)) return -1;
     struct zpp_err err = ZPP_ERR_INIT;
     if (zpp_zero_release(unit->zero->core, core->index, &err) == ZPP_OK) return 0;
     zpp_py_raise(&err);
@@ -63,6 +78,7 @@ int zpp_py_release(Unit *unit) {
 
 int zpp_py_end_pass(Zero *zero) {
     const Py_ssize_t count = PyList_Size(zero->units);
+    if (zpp_py_follow(zero)) return -1;
     for (Py_ssize_t i = 0; i < count; i++)
         if (zpp_py_release((Unit *)PyList_GetItem(zero->units, i))) return -1;
     struct zpp_err err = ZPP_ERR_INIT;

@@ -87,6 +87,7 @@ static PyObject *unit_keep_shard(PyObject *self, PyObject *unused) {
     (void)unused;
     Unit *unit = (Unit *)self;
     struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_py_follow(unit->zero)) return NULL;
     PyThreadState *thread = PyEval_SaveThread();
     const zpp_status status = zpp_zero_keep_shard(unit->zero->core, unit->unit->index, &err);
     PyEval_RestoreThread(thread);
@@ -218,25 +219,46 @@ static int keep_functions(Zero *zero, PyObject *functions) {
     return 0;
 }
 
+/* The devices of the coordinator: the CPU, and where `name` is given the accelerator of torch with that name. */
+static zpp_status open_devices(Zero *zero, const char *name, int index, struct zpp_zero_options *options,
+                               struct zpp_err *err) {
+    void *native = NULL;
+    zpp_status status = zpp_device_cpu_create(&zero->host, err);
+    options->device = zero->host;
+    if (status != ZPP_OK || !name) return status;
+    zero->accelerator_index = index;
+    status = zpp_accelerator_type(name, &zero->accelerator_type, err);
+    if (status == ZPP_OK)
+        status = zpp_accelerator_current(zero->accelerator_type, index, &zero->accelerator, &native, err);
+    options->host = zero->host;
+    options->device = zero->accelerator;
+    return status;
+}
+
 /* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions, params_fraction, comm of this
- * host's ranks, which have a copy of FILE units of their own | None) */
+ * host's ranks, which have a copy of FILE units of their own | None, type of torch's device | None for the CPU, its
+ * index, are shards on it) */
 static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Zero *zero = (Zero *)self;
     PyObject *comm, *copy, *functions;
     Py_ssize_t prefetch_bytes, bucket_bytes;
-    int threads;
+    int threads, device_index, shards_on_device;
+    const char *device;
     (void)kwargs;
     double params_fraction;
-    if (!PyArg_ParseTuple(args, "iOnniiO!dO", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
-                          &threads, &PyDict_Type, &functions, &params_fraction, &copy))
+    if (!PyArg_ParseTuple(args, "iOnniiO!dOzip", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
+                          &threads, &PyDict_Type, &functions, &params_fraction, &copy, &device, &device_index,
+                          &shards_on_device))
         return -1;
     zero->sync = true;
     zero->graded_task = -1;
     zero->units = PyList_New(0);
     struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_zero_options options = { .stage = zero->stage, .prefetch_bytes = (size_t)prefetch_bytes,
-                                        .bucket_bytes = (size_t)bucket_bytes,
-                                        .params_fraction = params_fraction };
+    struct zpp_zero_options options = {.stage = zero->stage,
+                                       .prefetch_bytes = (size_t)prefetch_bytes,
+                                       .bucket_bytes = (size_t)bucket_bytes,
+                                       .params_fraction = params_fraction,
+                                       .shards = shards_on_device ? ZPP_SHARDS_ON_DEVICE : ZPP_SHARDS_ON_HOST};
     if (comm != Py_None) {
         zero->comm = Py_NewRef(comm);
         options.comm = zpp_py_comm_get(comm);
@@ -248,8 +270,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         options.copy = zpp_py_comm_get(copy);
         if (!options.copy) return -1;
     }
-    zpp_status status = zpp_device_cpu_create(&zero->device, &err);
-    options.device = zero->device;
+    zpp_status status = open_devices(zero, device, device_index, &options, &err);
     if (status == ZPP_OK) status = zpp_op_pool_create(threads, &zero->pool, &err);
     if (status == ZPP_OK) status = zpp_zero_create(&options, &zero->core, &err);
     if (status != ZPP_OK) {
@@ -303,7 +324,7 @@ static void zero_dealloc(PyObject *self) {
     zpp_stepper_fini(&zero->stepper);
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);
-    zpp_device_destroy(zero->device);
+    zpp_device_destroy(zero->host);
     Py_XDECREF(zero->comm);
     Py_XDECREF(zero->intranode);
     PyObject_Free(self);
@@ -387,6 +408,7 @@ static PyObject *zero_seal(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
     struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_py_follow(zero)) return NULL;
     PyThreadState *thread = PyEval_SaveThread();
     zpp_status status = zpp_zero_seal(zero->core, &err);
     if (status == ZPP_OK) status = zpp_stepper_init(zero->core, zero->pool, &zero->stepper, &err);

@@ -58,7 +58,9 @@ struct Zero {
     PyObject_HEAD
     zpp_zero *core;
     Zero *next_engine; /* see zpp_py_list_engine */
-    zpp_device *device;
+    zpp_device *host;  /* the CPU */
+    zpp_device *accelerator;                     /* where units are whole, borrowed; NULL: on the CPU */
+    int32_t accelerator_type, accelerator_index; /* torch's */
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm or NULL */
     PyObject *intranode; /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
@@ -113,6 +115,9 @@ extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forwa
 
 /* py_unit.c: below all the others */
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait);
+/* At every entry that launches work: torch's current stream of this thread is the compute stream from now on, ordered
+ * after the one before. Nothing to do on the CPU. 0, or -1 with an error set. */
+int zpp_py_follow(Zero *zero);
 int zpp_py_swap(Unit *unit, bool plain); /* class of all its parameters; 0 or -1 with an error set */
 int zpp_py_need(Unit *unit, enum zpp_phase phase);           /* whole, and plain */
 int zpp_py_release(Unit *unit);                              /* unless pinned or sticky */

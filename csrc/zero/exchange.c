@@ -28,7 +28,7 @@ zpp_status zpp_exchange_init(zpp_zero *zero, size_t board_offset_bytes, size_t b
                                             .all = calloc((size_t)zero->ranks + 1, board_bytes) };
     if (!zero->exchange.all)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of each of %d ranks", board_bytes, zero->ranks);
-    return zpp_event_create(zero->options.device, &zero->exchange.done, err);
+    return zpp_event_create(zpp_zero_host(zero), &zero->exchange.done, err);
 }
 
 void zpp_exchange_fini(zpp_zero *zero) {
@@ -163,7 +163,7 @@ zpp_status zpp_zero_make_buffers(zpp_zero *zero, const size_t *bytes, size_t cou
         if (board->memory) return ZPP_OK;
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of buffers on their way", board->bytes);
     }
-    const zpp_status status = zpp_event_create(zero->options.device, &board->done, err);
+    const zpp_status status = zpp_event_create(zpp_zero_host(zero), &board->done, err);
     if (status != ZPP_OK) return status;
     return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, board->bytes + 1, &board->region, err);
 }

@@ -30,7 +30,7 @@ static zpp_status make_back_shard(zpp_zero *zero, struct zpp_unit_grad *grad, st
     const size_t bytes = zpp_grad_shard_bytes(grad);
     void *memory = NULL;
     if (grad->back_shard) return ZPP_OK;
-    const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    const zpp_status status = zpp_device_alloc(zpp_zero_shards_device(zero), bytes, &memory, err);
     if (status != ZPP_OK) return status;
     grad->back_shard = memory;
     zero->back_bytes += bytes;
@@ -47,7 +47,7 @@ static zpp_status flip(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
 }
 
 static void free_back_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (grad->back_shard) zpp_device_free(zero->options.device, grad->back_shard, zpp_grad_shard_bytes(grad));
+    if (grad->back_shard) zpp_device_free(zpp_zero_shards_device(zero), grad->back_shard, zpp_grad_shard_bytes(grad));
     grad->back_shard = NULL;
 }
 
@@ -91,7 +91,7 @@ const struct zpp_grad_store zpp_grad_store_bucket = {
 static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const size_t bytes = zpp_grad_shard_bytes(grad);
     void *memory = NULL;
-    const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    const zpp_status status = zpp_device_alloc(zpp_zero_shards_device(zero), bytes, &memory, err);
     if (status != ZPP_OK) return status;
     grad->shard = memory;
     zero->shard_bytes += bytes;
@@ -99,7 +99,7 @@ static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err
 }
 
 static void free_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    if (grad->shard) zpp_device_free(zero->options.device, grad->shard, zpp_grad_shard_bytes(grad));
+    if (grad->shard) zpp_device_free(zpp_zero_shards_device(zero), grad->shard, zpp_grad_shard_bytes(grad));
     grad->shard = NULL;
     free_back_shard(zero, grad);
 }
@@ -138,14 +138,14 @@ static zpp_status acquire_pooled(zpp_zero *zero, struct zpp_unit_grad *grad, str
     const size_t bytes = zpp_grad_shard_bytes(grad);
     if (grad->shard) return ZPP_OK;
     void *memory = take_pooled(zero, bytes);
-    const zpp_status status = memory ? ZPP_OK : zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    const zpp_status status = memory ? ZPP_OK : zpp_device_alloc(zpp_zero_shards_device(zero), bytes, &memory, err);
     if (status == ZPP_OK) grad->shard = memory;
     return status;
 }
 
 static void free_pooled(zpp_zero *zero, struct zpp_pooled_grad *pooled) {
     if (!pooled->memory) return;
-    zpp_device_free(zero->options.device, pooled->memory, pooled->bytes);
+    zpp_device_free(zpp_zero_shards_device(zero), pooled->memory, pooled->bytes);
     zero->shard_bytes -= pooled->bytes;
     *pooled = (struct zpp_pooled_grad){ NULL, 0 };
 }

@@ -141,6 +141,16 @@ struct zpp_zero {
     struct zpp_grad_file grad_file; /* of the store nvme */
 };
 
+/* The CPU: what ranks tell each other by memory lies there, and what goes to files. */
+static inline zpp_device *zpp_zero_host(const zpp_zero *zero) {
+    return zero->options.host ? zero->options.host : zero->options.device;
+}
+
+/* The device of shards: of parameters, of gradients, and of the optimizer's states. */
+static inline zpp_device *zpp_zero_shards_device(const zpp_zero *zero) {
+    return zero->options.shards == ZPP_SHARDS_ON_DEVICE ? zero->options.device : zpp_zero_host(zero);
+}
+
 /* Stages 0 and 1: the reduced gradient is a part of the bucket. */
 static inline bool zpp_keeps_buckets(const zpp_zero *zero) { return zero->options.stage <= 1; }
 

@@ -35,7 +35,7 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
     if (!grad->seen || !grad->present || !grad->stale || !grad->peer_offsets)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the gradients of unit %s", unit->name);
     zpp_status status = zpp_event_create(zero->options.device, &grad->written, err);
-    if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &grad->done, err);
+    if (status == ZPP_OK) status = zpp_event_create(zpp_zero_host(zero), &grad->done, err);
     return status;
 }
 

@@ -30,8 +30,9 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = zpp_stream_create(device, ZPP_STREAM_HOST, "compute", &zero->compute, err);
     zero->gather = zero->compute;
     if (status == ZPP_OK && zero->placement->open) status = zero->placement->open(zero, err);
-    if (status == ZPP_OK) status = zpp_stream_create(device, ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
-    if (status == ZPP_OK) status = zpp_event_create(device, &zero->acked, err);
+    if (status == ZPP_OK)
+        status = zpp_stream_create(zpp_zero_host(zero), ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
+    if (status == ZPP_OK) status = zpp_event_create(zpp_zero_host(zero), &zero->acked, err);
     return status;
 }
 

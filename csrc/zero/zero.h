@@ -51,10 +51,16 @@ struct zpp_backing {
     void (*release)(void *ctx, const struct zpp_unit *unit, void *memory);
 };
 
+/* Where the shards of parameters, gradients and optimizer states live, and steps run, where units are whole on an
+ * accelerator (docs/design/0038-training-on-gpus.md). */
+enum zpp_shards { ZPP_SHARDS_ON_HOST, ZPP_SHARDS_ON_DEVICE };
+
 struct zpp_zero_options {
     int stage;               /* 0..3 */
     zpp_comm *comm;          /* borrowed until destroy; NULL: one rank */
-    zpp_device *device;      /* borrowed until destroy */
+    zpp_device *device;      /* borrowed until destroy: where units are whole, and the computation runs */
+    zpp_device *host;        /* the CPU beside an accelerator, borrowed until destroy; NULL: `device` is the CPU */
+    enum zpp_shards shards;  /* without `host` it has no meaning */
     struct zpp_backing backing;
     size_t prefetch_bytes;   /* gathered ahead of need at most; 0: nothing is */
     size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */

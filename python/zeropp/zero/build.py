@@ -79,6 +79,9 @@ def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: An
         _functions(),
         tier_of(config, "params").fraction if loads_units(config) else 0.0,
         host_communicator() if share_reads else None,
+        None,  # the type and index of torch's accelerator, and whether shards are on it
+        0,
+        False,
     )
     if comm is not None:
         bits = {"exact": 0, "int8": 8, "int4": 4}
