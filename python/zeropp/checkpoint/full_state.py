@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from zeropp.checkpoint.sources import FILE_BYTES, Source, opened, plan_files, write_file, write_index
-from zeropp.comm.collective import Ranks
+from zeropp.comm.collective import Ranks, broadcast
 from zeropp.errors import CheckpointError, are, counted
 from zeropp.files import disk
 from zeropp.files.safefile import piece_of
@@ -116,7 +116,7 @@ def _take_rank_0s(engine: Engine, copies: list[torch.Tensor]) -> None:
     for copy in copies:
         if copy.layout == torch.strided and copy.numel():
             values = copy.resolve_conj().resolve_neg().contiguous()
-            engine.comm.broadcast(values.data_ptr(), values.nbytes, 0)
+            broadcast(engine.comm, values)
             copy.copy_(values)
 
 

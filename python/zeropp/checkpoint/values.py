@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zeropp.checkpoint.full_state import write_piece
-from zeropp.comm.collective import Ranks
+from zeropp.comm.collective import Ranks, all_gather
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
 from zeropp.zero.model.parameter import Ref, ref_of
@@ -74,7 +74,7 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     mine, every = torch.zeros(most, dtype=dtype), torch.empty(most * engine.ranks, dtype=dtype)
     if held is not None:
         mine[: held.numel()] = held
-    engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), most * dtype.itemsize)
+    all_gather(engine.comm, every, mine)
     pieces = [every[rank * most : rank * most + last - first] for rank, (first, last) in enumerate(spans)]
     return part.entry.of(torch.cat(pieces))
 

@@ -16,6 +16,27 @@ T = TypeVar("T")
 _KINDS: dict[str, type[Error]] = {cls.__name__: cls for cls in (CheckpointError, ConfigError, TierError)}
 
 
+def broadcast(comm: Any, tensor: torch.Tensor, root: int = 0) -> None:
+    """Give a contiguous tensor of any device the values that it has on rank ``root``. Collective.
+
+    ``comm`` is a communicator of the core, which reads memory of the host. So what is on an accelerator goes through a copy on the host,
+    and the host waits for it: this is for setting up, and for what a step rarely does. The same holds for :func:`all_gather`.
+    """
+    values = tensor.cpu()  # the same tensor, if it is there
+    comm.broadcast(values.data_ptr(), values.nbytes, root)
+    if values is not tensor:
+        tensor.copy_(values)
+
+
+def all_gather(comm: Any, every: torch.Tensor, mine: torch.Tensor) -> None:
+    """Fill the contiguous tensor ``every`` with ``mine`` of all ranks, in their order. Collective. ``every`` has as many times the bytes
+    of ``mine`` as there are ranks, and both have one type; each may be on any device."""
+    own, values = mine.cpu(), every if every.is_cpu else torch.empty_like(every, device="cpu")
+    comm.all_gather(values.data_ptr(), own.data_ptr(), own.nbytes)
+    if values is not every:
+        every.copy_(values)
+
+
 class Member(Protocol):
     """One rank of a group: an engine, or whatever else holds a communicator."""
 
@@ -40,13 +61,13 @@ class Ranks:
         data = json.dumps(mine).encode()
         if self._comm is None:
             return [json.loads(data)]
-        lengths = torch.empty(self.count, dtype=torch.int64)
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        self._comm.all_gather(lengths.data_ptr(), length.data_ptr(), 8)
+        lengths = torch.empty(self.count, dtype=torch.int64, device="cpu")
+        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        all_gather(self._comm, lengths, length)
         longest = int(lengths.max())
         padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-        every = torch.empty(longest * self.count, dtype=torch.uint8)
-        self._comm.all_gather(every.data_ptr(), padded.data_ptr(), longest)
+        every = torch.empty(longest * self.count, dtype=torch.uint8, device="cpu")
+        all_gather(self._comm, every, padded)
         whole = bytes(byte_view(every))
         return [json.loads(whole[rank * longest : rank * longest + int(lengths[rank])]) for rank in range(self.count)]
 

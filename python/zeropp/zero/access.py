@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropp.comm.collective import broadcast
 from zeropp.comm.group import all_traffic
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.engine import Engine, engine_of
@@ -133,7 +134,7 @@ def _written(engine: Engine, units: list[Unit]) -> Iterator[None]:
 def _spread(engine: Engine, units: list[Unit]) -> None:
     for unit in units:
         if engine.comm is not None and not unit.shared:
-            engine.comm.broadcast(unit.whole.data_ptr(), unit.whole.numel() * unit.whole.element_size(), 0)
+            broadcast(engine.comm, unit.whole)
     if engine.comm is not None:
         engine.comm.barrier()
     for unit in units:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from zeropp.comm.collective import broadcast
 from zeropp.errors import ConfigError
 from zeropp.zero.model.parameter import ref_of
 
@@ -84,7 +85,7 @@ def hand_over(model: nn.Module, comm: Any) -> None:
     for _, buffer in model.named_buffers():
         values = buffer.detach().contiguous()
         if values.numel():
-            comm.broadcast(values.data_ptr(), values.numel() * values.element_size(), 0)
+            broadcast(comm, values)
             if values.data_ptr() != buffer.data_ptr():
                 buffer.data.copy_(values)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zeropp.comm.collective import all_gather
 from zeropp.config import Config, LossScale, Precision
 from zeropp.errors import ConfigError, counted, ranks_named
 from zeropp.zero.model.units import UnitPlan
@@ -88,8 +89,8 @@ def _text(value: Any) -> str:
 def gather_bytes(comm: Any, mine: bytes) -> list[bytes]:
     """Return all ranks' byte strings of one length."""
     source = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    every = torch.empty(len(mine) * comm.ranks, dtype=torch.uint8)
-    comm.all_gather(every.data_ptr(), source.data_ptr(), len(mine))
+    every = torch.empty(len(mine) * comm.ranks, dtype=torch.uint8, device="cpu")
+    all_gather(comm, every, source)
     data = bytes(every.tolist())
     return [data[r * len(mine) : (r + 1) * len(mine)] for r in range(comm.ranks)]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp.comm.collective import all_gather
 from zeropp.ops import lamb_moments_, norm_squares, onebit_lamb_fresh_
 from zeropp.zero.step import moments
 from zeropp.zero.step.onebit import CollectiveStep, Piece, Slot
@@ -58,7 +59,7 @@ class Lamb(CollectiveStep):
         """Return every rank's row; collective where states are sharded."""
         if not self.engine.local:
             mine = table[self.engine.rank].contiguous()
-            self.engine.comm.all_gather(table.data_ptr(), mine.data_ptr(), mine.nbytes)
+            all_gather(self.engine.comm, table, mine)
         return table
 
     def row(self, slot: Slot, param: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon as torch_muon
 
+from zeropp.comm.collective import all_gather
 from zeropp.comm.group import OP_CODES, dtype_code
 from zeropp.errors import ConfigError
 from zeropp.ops import adam_step_
@@ -99,8 +100,8 @@ class Muon(CollectiveStep):
         engine, unit = self.engine, slot.unit
         whole = mine
         if not engine.local:
-            whole = torch.empty(unit.elems, dtype=torch.bfloat16)
-            engine.comm.all_gather(whole.data_ptr(), mine.data_ptr(), mine.nbytes)
+            whole = torch.empty(unit.elems, dtype=torch.bfloat16, device=mine.device)
+            all_gather(engine.comm, whole, mine)
         made = torch.zeros_like(whole)
         for index, entry in enumerate(unit.params):
             if not slot.present[index] or self._owner.get((unit.index, index)) != engine.rank:
@@ -114,8 +115,10 @@ class Muon(CollectiveStep):
         if engine.ranks == 1:
             return made
         code, add = dtype_code(torch.bfloat16), OP_CODES["sum"]  # every element has one owner, so sums are exact
+        parts = made.cpu()  # the same tensors, if they are there
         if engine.local:
-            engine.comm.all_reduce(made.data_ptr(), made.numel(), code, add)
-            return made
-        engine.comm.reduce_scatter(mine.data_ptr(), made.data_ptr(), mine.numel(), code, add)
-        return mine
+            engine.comm.all_reduce(parts.data_ptr(), parts.numel(), code, add)
+            return parts.to(mine.device)
+        own = mine.cpu()
+        engine.comm.reduce_scatter(own.data_ptr(), parts.data_ptr(), own.numel(), code, add)
+        return own.to(mine.device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp.comm.collective import all_gather
 from zeropp.comm.onebit import OneBitAllReduce
 from zeropp.errors import ConfigError, Error
 from zeropp.ops import frozen_adam_step_, norm_squares
@@ -264,7 +265,7 @@ class CollectiveStep(StepStrategy):
         numbers = torch.tensor(rows, dtype=torch.float64)
         mine = torch.cat([numbers.view(-1).view(torch.uint8), torch.tensor(flags, dtype=torch.uint8)])
         every = torch.empty(self.engine.ranks, mine.numel(), dtype=torch.uint8)
-        self.engine.comm.all_gather(every.data_ptr(), mine.data_ptr(), mine.numel())
+        all_gather(self.engine.comm, every, mine)
         all_rows = every[:, : 16 * len(rows)].contiguous().view(torch.float64).view(self.engine.ranks, -1, 2)
         self._keep_present(every[:, 16 * len(rows) :].amax(0).tolist())
         squares, who = 0.0, []
@@ -317,7 +318,7 @@ class CollectiveStep(StepStrategy):
             whole.copy_(slot.state(name))
         else:
             mine = slot.state(name)
-            self.engine.comm.all_gather(whole.data_ptr(), mine.data_ptr(), mine.nbytes)
+            all_gather(self.engine.comm, whole, mine)
         return whole
 
     def add_momentum(self, slot: Slot, mine: Tensor, beta: float) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import optim
 
 from zeropp import compat
+from zeropp.comm.collective import all_gather
 from zeropp.compat import Named
 from zeropp.errors import ConfigError, Error, counted
 from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -244,7 +245,7 @@ class ZeroOptimizer(optim.Optimizer):
         every = own.reshape(1)
         if not engine.local:  # on one rank its own are all
             every = torch.empty(engine.ranks, dtype=torch.float64)
-            engine.comm.all_gather(every.data_ptr(), own.data_ptr(), 8)
+            all_gather(engine.comm, every, own)
         total = every.max() if largest else every.sum().pow(1 / p)
         return float(total) * engine.unscale
 
