@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   make demo     train a small GPT with ZeRO-3 on two ranks; DEVICE RANKS STEPS PRESET OFFLOAD SCRATCH MEMORY DATA RESUME YES
-#   make test     every test that this machine can run; PYTEST_ARGS
+#   make test     every test that this machine can run; PYTEST_ARGS; DEVICE=sim runs those of ranks on a simulated GPU
 #   make test-quick  one test of each file, in about three minutes; PYTEST_ARGS
 #   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/, the ceilings of the structure
 #   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
@@ -36,7 +36,7 @@ demo: build-demo
 		--offload=$(OFFLOAD) --scratch=$(SCRATCH) --memory=$(MEMORY) --data=$(DATA) --resume=$(RESUME) --yes=$(YES)
 
 test: build-test
-	$(PY) -m pytest -m "slow or not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "slow or not slow" $(if $(DEVICE),--device=$(DEVICE)) $(PYTEST_ARGS)
 
 test-quick: build-test
 	$(PY) -m pytest --quick $(PYTEST_ARGS)

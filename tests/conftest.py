@@ -12,16 +12,25 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Tests start processes of their own: they, too, must find this tree, installed or not.
-OURS = [str(ROOT / "python"), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
+OURS = [str(ROOT / folder) for folder in ("python", "tests", "tests/helpers", "tests/sim")]
 sys.path[:0] = OURS
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*OURS, os.environ.get("PYTHONPATH", "")]))
 
+import ranks  # noqa: E402
 from ranks import each_rank, launched  # noqa: E402, F401  (fixtures)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --quick, which `make test-quick` passes."""
+    """Add --quick and --device, which `make test-quick` and `make test DEVICE=` pass."""
     parser.addoption("--quick", action="store_true", help="one test of each file: every area, in minutes")
+    parser.addoption(
+        "--device", default="", choices=["", "cpu", "sim", "sim-lazy"], help="of all tests of ranks (ranks.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the tests, which are imported later, know the device."""
+    ranks.DEVICE = config.getoption("--device")
 
 
 @pytest.hookimpl(trylast=True)

@@ -11,7 +11,11 @@ pytest shows one test for each number of ranks, and a failure shows the tracebac
 ranks, each on a host of its own, over the loopback interface. Parameters of the test have to be JSON values, because each rank
 loads the test's file and calls the function by its name (rank.py).
 
-One launch runs all selected tests of a file that have the same number of ranks, because starting Python and importing torch costs
+With ``devices=("cpu", "sim")`` the test also runs on a simulated GPU (tests/sim), where tensors are made by default. There a case that
+is not supported yet says which error it expects: ``refused={"sim": "not supported yet"}``. ``pytest --device sim`` runs every test of
+ranks there; what zeropp refuses as not supported yet is then skipped, with the sentence.
+
+One launch runs all selected tests of a file that have the same number of ranks and the same device, because starting Python and importing torch costs
 more than most tests. A test that fails ends its ranks; the tests after it get fresh ones, so that no test sees what another broke.
 """
 
@@ -26,7 +30,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,8 @@ RANK = Path(__file__).with_name("rank.py")
 TEST_S = 90.0
 """A test that takes longer on a rank hangs. The log then shows the stacks."""
 LAUNCH_S = 280.0
+DEVICE = ""
+"""The device of all tests, of ``pytest --device``; empty: each runs on its own ones."""
 GRACE_S = 10.0
 """The other ranks have this long to end after the first one failed."""
 
@@ -46,6 +52,8 @@ GRACE_S = 10.0
 def on_ranks(
     *worlds: Any,
     backend: str = "gloo",
+    devices: tuple[str, ...] = ("cpu",),
+    refused: Mapping[str, str] | None = None,
     cold: bool = False,
     alone: bool = False,
     test_s: float = TEST_S,
@@ -57,6 +65,9 @@ def on_ranks(
         worlds: numbers of ranks, or "N hosts"; or pytest.param of them. Several become the parameter ``ranks``. None: the test
             is parametrized with ``ranks`` itself.
         backend: of the process group.
+        devices: "cpu", "sim" (each operation runs when it is enqueued), "sim-lazy" (as late as possible); or pytest.param of them. Several
+            become the parameter ``device``.
+        refused: by device, a pattern of the zeropp.ConfigError that the test ends with there, on every rank.
         cold: start the ranks without a warm process, for tests that measure the memory of the process.
         alone: start ranks for this test only, because it measures what others leave behind, or ends the group.
         test_s, launch_s: limits of the test, and of the launch that runs it.
@@ -68,12 +79,20 @@ def on_ranks(
             __tracebackhide__ = True
             each_rank().check()
 
-        own = [name for name in inspect.signature(body).parameters if name != "ranks"]
-        names = ["each_rank", *own, *(["ranks"] if len(worlds) != 1 else [])]
+        where = (DEVICE,) if DEVICE else devices
+        several = {"ranks": len(worlds) != 1, "device": len(where) != 1}
+        own = [name for name in inspect.signature(body).parameters if name not in several]
+        names = ["each_rank", *own, *(name for name, here in several.items() if here)]
         kind = inspect.Parameter.KEYWORD_ONLY
         test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
-        test.on_ranks = _How(worlds[0] if len(worlds) == 1 else None, backend, cold, alone, test_s, launch_s)  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("ranks", worlds)(test) if len(worlds) > 1 else test
+        test.on_ranks = _How(  # type: ignore[attr-defined]
+            worlds[0] if len(worlds) == 1 else None, where[0] if len(where) == 1 else None, dict(refused or {}), backend, cold,
+            alone, test_s, launch_s,
+        )  # fmt: skip
+        for name, values in (("ranks", worlds), ("device", where)):
+            if len(values) > 1:
+                test = pytest.mark.parametrize(name, values)(test)
+        return test
 
     return decorate
 
@@ -92,6 +111,8 @@ class _How:
     """What :func:`on_ranks` was given."""
 
     world: Any
+    device: Any
+    refused: dict[str, str]
     backend: str
     cold: bool
     alone: bool
@@ -123,6 +144,7 @@ class Launch:
     """The tests that can share ranks."""
 
     world: Any
+    device: str
     backend: str
     cold: bool
     launch_s: float
@@ -167,6 +189,7 @@ def _launch(item: Any) -> Launch:
     how = item.obj.on_ranks
     return Launch(
         how.world or item.callspec.params["ranks"],
+        how.device or item.callspec.params["device"],
         how.backend,
         how.cold,
         how.launch_s,
@@ -177,8 +200,10 @@ def _launch(item: Any) -> Launch:
 def _run(launch: Launch, items: list[Any], folder: Path) -> dict[str, Outcome]:
     """Run until all tests are done or one fails. Return outcomes for the tests that were begun."""
     order = folder / "tests.json"
-    requests = [_request(item) for item in items]
-    order.write_text(json.dumps({"file": str(items[0].path), "backend": launch.backend, "tests": requests}))
+    requests = [_request(item, launch.device) for item in items]
+    wanted = {"file": str(items[0].path), "backend": launch.backend, "device": launch.device, "tests": requests}
+    order.write_text(json.dumps(wanted))
+    more = simulated(launch.device)
     answers = [folder / f"{rank}.jsonl" for rank in range(launch.ranks)]
     log_path, port = folder / "log.txt", free_port()
     # A rank that fails or is killed leaves its temporary files. They go with the folder.
@@ -187,7 +212,7 @@ def _run(launch: Launch, items: list[Any], folder: Path) -> dict[str, Outcome]:
         processes = [
             start_rank(
                 RANK, [str(order), str(answers[rank])], rank, launch.ranks, port, log, launch.cold, TMPDIR=path,
-                **({"ZEROPP_HOST_ID": str(rank)} if launch.hosts else {}),
+                **(more | ({"ZEROPP_HOST_ID": str(rank)} if launch.hosts else {})),
             )
             for rank in range(launch.ranks)
         ]  # fmt: skip
@@ -203,13 +228,25 @@ def _run(launch: Launch, items: list[Any], folder: Path) -> dict[str, Outcome]:
     return outcomes
 
 
+def simulated(device: str) -> dict[str, str]:
+    """Return the environment of a rank on a device; skip the test where the simulated GPU cannot be built."""
+    if not device.startswith("sim"):
+        return {}
+    import sim_build  # imports setuptools, which no other test needs
+
+    if why_not := sim_build.why_no_torch_device():
+        pytest.skip(why_not)
+    sim_build.torch_device()  # before any time limit runs
+    return {"SIM_LAZY": str((1 << 63) - 1 if device == "sim-lazy" else 0)}
+
+
 def _how_it_ended(process: Started, launch_s: float) -> str:
     if process.poll() is not None:
         return f"it ended with {process.returncode}"
     return f"it was killed {GRACE_S:.0f} s after another rank failed, or {launch_s:.0f} s after the start"
 
 
-def _request(item: Any) -> dict[str, Any]:
+def _request(item: Any, device: str) -> dict[str, Any]:
     own = inspect.signature(inspect.unwrap(item.obj)).parameters
     params = getattr(getattr(item, "callspec", None), "params", {})
     return {
@@ -217,6 +254,7 @@ def _request(item: Any) -> dict[str, Any]:
         "function": item.originalname,
         "params": {name: value for name, value in params.items() if name in own},
         "seconds": item.obj.on_ranks.test_s,
+        "refused": item.obj.on_ranks.refused.get(device),
     }
 
 
