@@ -126,6 +126,13 @@ def check_schedule(path: str, value: Any, least: float, *, may_shrink: bool = Fa
         raise wrong(path, value, f"values of at least {least:g}")
 
 
+def last_value(schedule: Any) -> float | None:
+    """Return the largest value that a schedule reaches; None: it is a function."""
+    if isinstance(schedule, Steps):
+        return max(value for _, value in schedule.values)
+    return getattr(schedule, "end", None)
+
+
 def count_at(path: str, schedule: Schedule, step: int, least: int = 1) -> int:
     """Return a schedule's whole number at a step.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {}
+_HOME: dict[str, str] = {"cut": "cut"}
 
 __all__ = list(_HOME)
 

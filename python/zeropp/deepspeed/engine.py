@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 
 from zeropp.config import Config
 from zeropp.config.reading import read_json
+from zeropp.data.cut import cut_to, length_of
 from zeropp.deepspeed import schedules
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build
@@ -272,8 +274,17 @@ class Engine(Saving):
         if self.training and torch.is_grad_enabled():
             if self._later is not None:
                 self._prepare_now()
+            args, kwargs = self._cut(args, kwargs)
             self.tput_timer.start()
         return self.module(*args, **kwargs)
+
+    def _cut(self, args: Any, kwargs: Any) -> Any:
+        """Return a forward's arguments cut to the step's length; or with the length as ``curriculum_seqlen`` for a model that takes that
+        keyword, as models written for DeepSpeed do."""
+        length = length_of(self.module)
+        if length is None or "curriculum_seqlen" not in inspect.signature(self.module.forward).parameters:
+            return cut_to((args, kwargs), length)
+        return args, {**kwargs, "curriculum_seqlen": length}
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """``loss`` is that of one micro-batch; the mean over the accumulated ones is taken here, unless ``scale_wrt_gas`` is false:

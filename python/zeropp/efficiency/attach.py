@@ -8,11 +8,29 @@ from typing import Any
 
 from torch import nn
 
-from zeropp.config import Config
+from zeropp.config import Config, wrong
+from zeropp.config.efficiency import last_value
+
+
+def _check_length(model: nn.Module, config: Config) -> None:
+    """Refuse a schedule that ends above the longest sequence of a Hugging Face model, which would never be reached."""
+    assert config.efficiency is not None
+    schedule = config.efficiency.seq_length
+    theirs = getattr(model, "config", None)
+    theirs = theirs.get_text_config() if theirs is not None and hasattr(theirs, "get_text_config") else theirs
+    most = getattr(theirs, "max_position_embeddings", None)
+    longest = last_value(schedule)
+    if isinstance(most, int) and most > 0 and longest is not None and longest > most:
+        raise wrong(
+            "Config.efficiency.seq_length", schedule, f"an end of at most {most}, the longest sequence of the model"
+        )
+
 
 #: By the field of ``Efficiency``: what refuses a model or a configuration before anything is partitioned, and what attaches to the
 #: model, given its engine, when all other hooks are in place.
-TECHNIQUES: dict[str, tuple[Callable[[nn.Module, Config], None], Callable[[nn.Module, Any], None]]] = {}
+TECHNIQUES: dict[str, tuple[Callable[[nn.Module, Config], None], Callable[[nn.Module, Any], None]]] = {
+    "seq_length": (_check_length, lambda model, engine: None),
+}
 
 
 def check(model: nn.Module, config: Config) -> None:

@@ -17,6 +17,7 @@ import zeropp
 from zeropp import checkpoint as checkpoints
 from zeropp import zero
 from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
+from zeropp.data.cut import cut_to, length_of
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.hf.report import MemoryTable, Metrics
 
@@ -62,6 +63,12 @@ class ZeroppTrainer:
     def _has_mixed_mesh_grads(self: Any, model: Any) -> bool:
         """Upstream reads p.grad, which a partitioned parameter does not have."""
         return False if self._zeropp else super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Cut each batch to the step's length before the tokens are counted that the loss is divided by."""
+        if self._zeropp and (length := length_of(self.model)) is not None:
+            epoch_iterator = map(functools.partial(cut_to, length=length), epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluation and prediction, of the newest weights: a delayed update ends first."""

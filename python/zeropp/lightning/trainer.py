@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zeropp.data.cut import cut_to, length_of
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import (
     load_shards,
@@ -97,6 +98,7 @@ def make_strategy(package: str) -> Any:
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             """Through the module's own call, so that all of the step counts as its forward; manual optimization steps inside of it."""
             module = self.lightning_module
+            args = (cut_to(args[0], length_of(parts_of(module)[0])), *args[1:]) if args else args
             with self.precision_plugin.train_step_context():
                 if module.automatic_optimization:
                     return self._forward_redirection(module, module, "training_step", *args, **kwargs)
