@@ -24,7 +24,7 @@
 #include "schema.h"
 #include "shim.h"
 
-enum { ZPP_BOXED_LISTS = 8, ZPP_BOXED_FLOATS = 3, ZPP_BOXED_HANDLES = 10 };
+enum { ZPP_BOXED_LISTS = 9, ZPP_BOXED_FLOATS = 3, ZPP_BOXED_HANDLES = 10 };
 
 /* A list of tensors. Borrowed: lives until zpp_boxed_end. */
 struct zpp_tensors {

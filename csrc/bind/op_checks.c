@@ -167,6 +167,26 @@ bool zpp_op_check_rates(struct zpp_boxed *args, const struct zpp_op_rate *rates,
     return zpp_boxed_ok(args);
 }
 
+/* --- words of a step (csrc/ops/grad_scale.h) ---------------------------------------------------------------------- */
+static bool check_word(struct zpp_boxed *args, const struct zpp_tensors *word, zpp_dtype dtype) {
+    if (!word || word->count == 0) return zpp_boxed_ok(args);
+    if (word->count > 1) return zpp_boxed_fail(args, "%s has %zu tensors, wanted at most 1", word->name, word->count);
+    return zpp_op_check_elems(args, word->name, &word->at[0], 1u << dtype, 1, "one for all parameters");
+}
+
+bool zpp_op_check_scale(struct zpp_boxed *args, const struct zpp_op_scale *scale) {
+    const struct zpp_op_rate rate = {"grad_scale", scale->value, -INFINITY, INFINITY};
+    return zpp_op_check_rates(args, &rate, 1) && check_word(args, scale->at, ZPP_F32) &&
+           check_word(args, scale->skip, ZPP_I32);
+}
+
+struct zpp_grad_scale zpp_op_scale_of(const struct zpp_op_scale *scale) {
+    struct zpp_grad_scale made = zpp_grad_scale_of((float)scale->value);
+    if (scale->at && scale->at->count) made.at = scale->at->at[0].data;
+    if (scale->skip && scale->skip->count) made.skip = scale->skip->at[0].data;
+    return made;
+}
+
 /* --- moments in bf16 or 8 bits (csrc/ops/moments) ----------------------------------------------------------------- */
 unsigned zpp_op_low_dtypes(struct zpp_op_low *low, const struct zpp_tensors *codes) {
     const zpp_dtype first = codes->count ? codes->at[0].dtype : ZPP_BF16;

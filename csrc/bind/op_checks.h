@@ -7,6 +7,7 @@
 #define ZPP_BIND_OP_CHECKS_H
 
 #include "../base/device.h"
+#include "../ops/grad_scale.h"
 #include "../ops/moments/moments.h"
 #include "boxed.h"
 
@@ -49,6 +50,15 @@ struct zpp_op_rate {
     double value, least, below; /* wanted least <= value < below */
 };
 bool zpp_op_check_rates(struct zpp_boxed *args, const struct zpp_op_rate *rates, size_t rates_count);
+
+/* What a step multiplies gradients with (grad_scale.h): the number `grad_scale`, in whose place `grad_scales` may have
+ * one fp32 tensor of one element, and `skips` one of int32. Borrows the tensors' memory. */
+struct zpp_op_scale {
+    double value;
+    const struct zpp_tensors *at, *skip; /* NULL: the operator has no such argument */
+};
+bool zpp_op_check_scale(struct zpp_boxed *args, const struct zpp_op_scale *scale);
+struct zpp_grad_scale zpp_op_scale_of(const struct zpp_op_scale *scale);
 
 /* One number for all tensors of `model`, or one a tensor: finite, and not below `least`. */
 bool zpp_op_check_floats(struct zpp_boxed *args, const struct zpp_floats *floats, const struct zpp_tensors *model,

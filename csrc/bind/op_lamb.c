@@ -5,6 +5,7 @@
  */
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "../ops/lamb/lamb.h"
 #include "op_checks.h"
@@ -16,6 +17,7 @@ struct lists {
     const struct zpp_floats *lr, *weight_decay;
     const struct zpp_ints *steps;
     struct zpp_op_low low;
+    struct zpp_op_scale scale;
 };
 
 static bool check_lists(struct zpp_boxed *args, struct lists *l) {
@@ -37,32 +39,36 @@ static bool check_rates(struct zpp_boxed *args, const struct lists *l) {
            zpp_op_check_floats(args, l->weight_decay, l->params, -INFINITY);
 }
 
-static bool check_numbers(struct zpp_boxed *args, const struct zpp_lamb_segment *r, double grad_scale) {
-    const struct zpp_op_rate rates[] = {
-        { "beta1", r->beta1, 0.0, 1.0 }, { "beta2", r->beta2, 0.0, 1.0 }, { "eps", r->eps, 0.0, INFINITY },
-        { "trust_least", r->trust_least, 0.0, INFINITY }, { "trust_most", r->trust_most, 0.0, INFINITY },
-        { "grad_scale", grad_scale, -INFINITY, INFINITY } };
-    if (!zpp_op_check_rates(args, rates, sizeof rates / sizeof rates[0])) return false;
+static bool check_numbers(struct zpp_boxed *args, const struct zpp_lamb_segment *r, const struct zpp_op_scale *scale) {
+    const struct zpp_op_rate rates[] = {{"beta1", r->beta1, 0.0, 1.0},
+                                        {"beta2", r->beta2, 0.0, 1.0},
+                                        {"eps", r->eps, 0.0, INFINITY},
+                                        {"trust_least", r->trust_least, 0.0, INFINITY},
+                                        {"trust_most", r->trust_most, 0.0, INFINITY}};
+    if (!zpp_op_check_rates(args, rates, sizeof rates / sizeof rates[0]) || !zpp_op_check_scale(args, scale))
+        return false;
     if (r->trust_least <= r->trust_most) return true;
     return zpp_boxed_fail(args, "trust_least is %g, wanted at most trust_most, %g", r->trust_least, r->trust_most);
 }
 
 static void step_on_cpu(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
-                        float grad_scale) {
+                        struct zpp_grad_scale scale) {
     struct zpp_err err = ZPP_ERR_INIT;
+    float value;
+    if (!zpp_grad_scale_read(&scale, &value)) return;
     zpp_pool *pool = zpp_op_pool_take();
-    if (zpp_lamb_step(segments, count, grad_scale, NULL, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
+    if (zpp_lamb_step(segments, count, value, NULL, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
     zpp_op_pool_give(pool);
 }
 
 static void step_on_cuda(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
-                         float grad_scale) {
+                         struct zpp_grad_scale scale) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_op_stream on;
     void *work = NULL;
     AtenTensorHandle memory = NULL;
     if (!zpp_op_find_work(args, &on, zpp_lamb_cuda_work_bytes(segments, count), &memory, &work)) return;
-    zpp_op_launched(args, zpp_lamb_step_cuda(on.device, on.native, segments, count, grad_scale, work, &err), &err);
+    zpp_op_launched(args, zpp_lamb_step_cuda(on.device, on.native, segments, count, scale, work, &err), &err);
     zpp_torch.aoti_torch_delete_tensor_object(memory);
 }
 
@@ -98,7 +104,8 @@ static struct zpp_lamb_segment *segments_of(struct zpp_boxed *args, const struct
     return segments;
 }
 
-static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates, float grad_scale) {
+static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates) {
+    const struct zpp_grad_scale scale = zpp_op_scale_of(&l->scale);
     struct zpp_lamb_segment *segments = segments_of(args, l, rates);
     if (!segments) return;
     for (size_t i = 0; i < l->params->count; ++i) {
@@ -108,8 +115,8 @@ static void run(struct zpp_boxed *args, const struct lists *l, const struct zpp_
             segments[i].out_dtype = l->param_outs->at[i].dtype;
         }
     }
-    if (zpp_op_is_on_cuda(args)) step_on_cuda(args, segments, l->params->count, grad_scale);
-    else step_on_cpu(args, segments, l->params->count, grad_scale);
+    if (zpp_op_is_on_cuda(args)) step_on_cuda(args, segments, l->params->count, scale);
+    else step_on_cpu(args, segments, l->params->count, scale);
     free(segments);
 }
 
@@ -134,10 +141,12 @@ static void lamb(StableIValue *stack, uint64_t inputs, bool cuda, bool low) {
     r.trust_least = zpp_boxed_float(&args);
     r.trust_most = zpp_boxed_float(&args);
     r.maximize = zpp_boxed_bool(&args);
-    const double grad_scale = zpp_boxed_float(&args);
+    l.scale.value = zpp_boxed_float(&args);
+    l.scale.at = zpp_boxed_tensors(&args);
+    l.scale.skip = zpp_boxed_tensors(&args);
     if (cuda) zpp_op_on_cuda(&args, l.params->count ? &l.params->at[0] : NULL);
-    if (check_lists(&args, &l) && check_rates(&args, &l) && check_numbers(&args, &r, grad_scale)) {
-        run(&args, &l, &r, (float)grad_scale);
+    if (check_lists(&args, &l) && check_rates(&args, &l) && check_numbers(&args, &r, &l.scale)) {
+        run(&args, &l, &r);
     }
     zpp_boxed_end(&args);
 }
@@ -161,31 +170,34 @@ static bool check_piece_lists(struct zpp_boxed *args, const struct lists *l) {
 }
 
 static void moments_on_cpu(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
-                           float grad_scale, double *sums) {
+                           struct zpp_grad_scale scale, double *sums) {
     struct zpp_err err = ZPP_ERR_INIT;
+    float value;
+    memset(sums, 0, 2 * count * sizeof *sums);
+    if (!zpp_grad_scale_read(&scale, &value)) return;
     zpp_pool *pool = zpp_op_pool_take();
-    if (zpp_lamb_norms(segments, count, grad_scale, sums, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
+    if (zpp_lamb_norms(segments, count, value, sums, pool, &err)) zpp_boxed_fail(args, "%s", err.text);
     zpp_op_pool_give(pool);
 }
 
 static void moments_on_cuda(struct zpp_boxed *args, const struct zpp_lamb_segment *segments, size_t count,
-                            float grad_scale, double *sums) {
+                            struct zpp_grad_scale scale, double *sums) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_op_stream on;
     void *work = NULL;
     AtenTensorHandle memory = NULL;
     if (!zpp_op_find_work(args, &on, zpp_lamb_cuda_work_bytes(segments, count), &memory, &work)) return;
-    zpp_op_launched(args, zpp_lamb_norms_cuda(on.device, on.native, segments, count, grad_scale, sums, work, &err),
-                    &err);
+    zpp_op_launched(args, zpp_lamb_norms_cuda(on.device, on.native, segments, count, scale, sums, work, &err), &err);
     zpp_torch.aoti_torch_delete_tensor_object(memory);
 }
 
 static void run_moments(struct zpp_boxed *args, const struct lists *l, const struct zpp_lamb_segment *rates,
-                        float grad_scale, double *sums) {
+                        double *sums) {
+    const struct zpp_grad_scale scale = zpp_op_scale_of(&l->scale);
     struct zpp_lamb_segment *segments = segments_of(args, l, rates);
     if (!segments) return;
-    if (zpp_op_is_on_cuda(args)) moments_on_cuda(args, segments, l->params->count, grad_scale, sums);
-    else moments_on_cpu(args, segments, l->params->count, grad_scale, sums);
+    if (zpp_op_is_on_cuda(args)) moments_on_cuda(args, segments, l->params->count, scale, sums);
+    else moments_on_cpu(args, segments, l->params->count, scale, sums);
     free(segments);
 }
 
@@ -206,12 +218,14 @@ static void lamb_moments(StableIValue *stack, uint64_t inputs, bool cuda) {
     r.eps = zpp_boxed_float(&args);
     l.weight_decay = zpp_boxed_floats(&args);
     r.maximize = zpp_boxed_bool(&args);
-    const double grad_scale = zpp_boxed_float(&args);
+    l.scale.value = zpp_boxed_float(&args);
+    l.scale.at = zpp_boxed_tensors(&args);
+    l.scale.skip = zpp_boxed_tensors(&args);
     if (cuda) zpp_op_on_cuda(&args, l.params->count ? &l.params->at[0] : NULL);
     const int64_t sizes[] = { (int64_t)l.params->count, 2 };
-    if (check_piece_lists(&args, &l) && check_numbers(&args, &r, grad_scale) &&
+    if (check_piece_lists(&args, &l) && check_numbers(&args, &r, &l.scale) &&
         zpp_boxed_new_sized(&args, ZPP_F64, sizes, 2, &sums, &data)) {
-        run_moments(&args, &l, &r, (float)grad_scale, data);
+        run_moments(&args, &l, &r, data);
     }
     if (zpp_boxed_ok(&args)) stack[0] = (StableIValue)(uintptr_t)sums;
     else if (sums) zpp_torch.aoti_torch_delete_tensor_object(sums);

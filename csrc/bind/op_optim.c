@@ -56,7 +56,7 @@ struct call {
     const struct zpp_floats *each[RATES]; /* NULL: the rate is not there, or one number, in `common` */
     bool given[RATES];
     struct zpp_optim_segment common;
-    double grad_scale;
+    struct zpp_op_scale scale;
     struct zpp_op_low low;
 };
 
@@ -66,6 +66,8 @@ static void read_list(struct zpp_boxed *args, const char *name, struct call *cal
     else if (strcmp(name, "grads") == 0) call->grads = list;
     else if (strcmp(name, "param_outs") == 0) call->param_outs = list;
     else if (strcmp(name, "scales") == 0) call->low.scales = list;
+    else if (strcmp(name, "grad_scales") == 0) call->scale.at = list;
+    else if (strcmp(name, "skips") == 0) call->scale.skip = list;
     for (size_t k = 0; k < COUNT(states); ++k) {
         if (strcmp(name, states[k].name) != 0) continue;
         call->states[states[k].state] = list;
@@ -94,7 +96,7 @@ static void read_float(struct zpp_boxed *args, const char *name, struct call *ca
     const double value = zpp_boxed_float(args);
     const size_t rate = rate_named(name);
     if (rate == RATES) {
-        call->grad_scale = value;
+        call->scale.value = value;
         return;
     }
     call->given[rate] = true;
@@ -169,8 +171,7 @@ static bool check_rates(struct zpp_boxed *args, const struct call *call) {
         const struct zpp_op_rate rate = { rates[k].name, value, rates[k].least, rates[k].below };
         if (call->given[k] && !zpp_op_check_rates(args, &rate, 1)) return false;
     }
-    const struct zpp_op_rate scale = { "grad_scale", call->grad_scale, -INFINITY, INFINITY };
-    return zpp_op_check_rates(args, &scale, 1);
+    return zpp_op_check_scale(args, &call->scale);
 }
 
 static bool check_momentum(struct zpp_boxed *args, const struct call *call) {
@@ -247,12 +248,13 @@ static void run(struct zpp_boxed *args, const struct call *call) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (!segments) return;
     for (size_t i = 0; i < count; ++i) fill_segment(&segments[i], call, i);
+    const struct zpp_grad_scale scale = zpp_op_scale_of(&call->scale);
+    float value;
     if (!zpp_op_is_on_cuda(args)) {
         zpp_pool *pool = zpp_op_pool_take();
-        zpp_optim_step(segments, count, (float)call->grad_scale, pool);
+        if (zpp_grad_scale_read(&scale, &value)) zpp_optim_step(segments, count, value, pool);
         zpp_op_pool_give(pool);
     } else if (zpp_op_find_stream(args, &on)) {
-        const float scale = (float)call->grad_scale;
         zpp_op_launched(args, zpp_optim_step_cuda(on.device, on.native, segments, count, scale, &err), &err);
     }
     free(segments);

@@ -25,7 +25,7 @@ def lists(count: int = 2, elems: int = 40) -> dict[str, Any]:
 
 def op_arguments() -> tuple[Any, ...]:
     a = lists()
-    return (a["params"], a["grads"], a["exp_avgs"], a["exp_avg_sqs"], [], [], [1, 2], *RATES, True, False, 1.0)
+    return (a["params"], a["grads"], a["exp_avgs"], a["exp_avg_sqs"], [], [], [1, 2], *RATES, True, False, 1.0, [], [])
 
 
 def test_opcheck() -> None:

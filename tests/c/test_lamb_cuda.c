@@ -8,6 +8,7 @@
 #include "../../csrc/ops/lamb/kernels.h"
 
 #include "cuda_threads.h"
+#include "scale_words.h"
 
 #include "../../csrc/ops/lamb/lamb_cuda.cu"
 CUDA_THUNK(zpp_lamb_cuda_moments, struct zpp_lamb_cuda_batch)
@@ -29,10 +30,10 @@ static int step(const struct zpp_lamb_segment *segments, size_t count, float gra
     int groups = 0;
     CHECK(work);
     for (size_t done = 0; done < count;) {
-        const size_t taken = zpp_lamb_cuda_fill(segments + done, count - done, grad_scale, &batch);
+        const size_t taken = zpp_lamb_cuda_fill(segments + done, count - done, scale_as_wanted(grad_scale), &batch);
         unsigned int low_blocks = 0;
         zpp_lamb_cuda_place(&batch, work);
-        if (is_low) low_blocks = zpp_lamb_low_cuda_fill(segments + done, taken, grad_scale, &batch, &low);
+        if (is_low) low_blocks = zpp_lamb_low_cuda_fill(segments + done, taken, &batch, &low);
         done += taken;
         groups += batch.blocks > 0;
         const uint64_t threads = ZPP_LAMB_CUDA_THREADS, lane_threads = (uint64_t)batch.blocks * ZPP_LAMB_CUDA_LANES;
@@ -60,7 +61,7 @@ static void moments(const struct zpp_lamb_segment *segments, size_t count, float
     void *work = aligned_alloc(64, (zpp_lamb_cuda_work_bytes(segments, count) + 63) / 64 * 64);
     CHECK(work);
     for (size_t done = 0; done < count;) {
-        const size_t taken = zpp_lamb_cuda_fill(segments + done, count - done, grad_scale, &batch);
+        const size_t taken = zpp_lamb_cuda_fill(segments + done, count - done, scale_as_wanted(grad_scale), &batch);
         zpp_lamb_cuda_place(&batch, work);
         batch.norms = sums + 2 * done;
         done += taken;
@@ -175,6 +176,28 @@ static void equals_the_cpu_in_fewer_bits(void) {
     }
 }
 
+static void in_words(void) {
+    scale_words.by_address = true;
+    equals_the_cpu();
+    equals_the_cpu_in_fewer_bits();
+    moments_equal_the_cpu();
+    scale_words.by_address = false;
+}
+
+static void skipped(void) {
+    static struct zpp_lamb_segment segments[SEGMENTS];
+    static double sums[SEGMENTS][2], zeros[SEGMENTS][2];
+    fill(&want);
+    got = want;
+    for (size_t s = 0; s < SEGMENTS; ++s) segments[s] = described(&got, s);
+    memset(sums, 0xa5, sizeof sums);
+    scale_words.by_address = scale_words.skip = true;
+    step(segments, SEGMENTS, 0.5f);
+    moments(segments, SEGMENTS, 0.5f, sums[0]);
+    scale_words.by_address = scale_words.skip = false;
+    CHECK(memcmp(&want, &got, sizeof got) == 0 && memcmp(sums, zeros, sizeof sums) == 0);
+}
+
 static void nothing(void) {
     const struct zpp_lamb_segment empty = { .step = 1 };
     CHECK_EQUAL(step(&empty, 1, 1.0f), 0);
@@ -183,6 +206,7 @@ static void nothing(void) {
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(equals_the_cpu_in_fewer_bits),
-                                              TEST(moments_equal_the_cpu), TEST(nothing), {0} };
+                                              TEST(moments_equal_the_cpu), TEST(in_words), TEST(skipped),
+                                              TEST(nothing), {0} };
     return test_main(argc, argv, cases);
 }

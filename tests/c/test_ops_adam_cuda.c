@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "cuda_threads.h"
+#include "scale_words.h"
 
 #include "../../csrc/ops/optim/optim_cuda.cu"
 
@@ -18,7 +19,7 @@ static int step(const struct zpp_optim_segment *segments, size_t count, float gr
     int launches = 0;
     for (size_t done = 0; done < count;) {
         unsigned int blocks;
-        done += zpp_optim_cuda_fill(segments + done, count - done, grad_scale, &batch, &blocks);
+        done += zpp_optim_cuda_fill(segments + done, count - done, scale_as_wanted(grad_scale), &batch, &blocks);
         launches += blocks > 0;
         for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
             for (threadIdx.x = 0; threadIdx.x < ZPP_OPTIM_CUDA_THREADS; ++threadIdx.x) zpp_adam_cuda(batch);
@@ -60,7 +61,8 @@ static void many_segments(void) {
         describe(segments, &want, flags);
         CHECK(zpp_optim_step_at(ZPP_CPU_SCALAR, segments, SEGMENTS, 0.5f, NULL));
         describe(segments, &got, flags);
-        CHECK_EQUAL(step(segments, SEGMENTS, 0.5f), 2); /* 60 that are not empty, 37 a launch */
+        scale_words.by_address = flags & 2;
+        CHECK_EQUAL(step(segments, SEGMENTS, 0.5f), 2); /* 60 that are not empty, 35 a launch */
         CHECK(memcmp(&want, &got, sizeof got) == 0);
     }
 }
@@ -82,6 +84,20 @@ static void long_segment(void) {
     free(memory);
 }
 
+static void skipped(void) {
+    static struct memory before, got;
+    static struct zpp_optim_segment segments[SEGMENTS];
+    for (size_t i = 0; i < ELEMS; ++i) before.p[i] = before.m[i] = before.v[i] = before.grad[i] = 1.0f;
+    got = before;
+    describe(segments, &got, 0);
+    scale_words.by_address = scale_words.skip = true;
+    step(segments, SEGMENTS, NAN);
+    CHECK(memcmp(&before, &got, sizeof got) == 0);
+    scale_words.skip = false;
+    step(segments, SEGMENTS, 0.5f);
+    CHECK(memcmp(&before, &got, sizeof got) != 0);
+}
+
 static void nothing(void) {
     const struct zpp_optim_segment empty = { .step = 1 };
     CHECK_EQUAL(step(&empty, 1, 1.0f), 0);
@@ -89,6 +105,6 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(many_segments), TEST(long_segment), TEST(nothing), {0} };
+    static const struct test_case cases[] = { TEST(many_segments), TEST(long_segment), TEST(skipped), TEST(nothing), {0} };
     return test_main(argc, argv, cases);
 }

@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "cuda_threads.h"
+#include "scale_words.h"
 
 #include "../../csrc/ops/optim/optim_cuda.cu"
 
@@ -19,7 +20,7 @@ static int run(const struct zpp_optim_segment *segments, size_t count) {
     int launches = 0;
     for (size_t done = 0; done < count;) {
         unsigned int blocks;
-        done += zpp_optim_cuda_fill(segments + done, count - done, 0.5f, &batch, &blocks);
+        done += zpp_optim_cuda_fill(segments + done, count - done, scale_as_wanted(0.5f), &batch, &blocks);
         launches += blocks > 0;
         if (count == 0 || blocks == 0) continue;
         const bool barriers = batch.list.at[0].int8;
@@ -87,9 +88,24 @@ static void equals_the_cpu(void) {
         describe(segments, &want, int8, options);
         zpp_optim_step(segments, SEGMENTS + 1, 0.5f, NULL);
         describe(segments, &got, int8, options);
+        scale_words.by_address = options & 2;
         CHECK_EQUAL(run(segments, SEGMENTS + 1), 2); /* 26 that are not empty, 25 a launch */
         CHECK(same(&want, &got));
     }
+}
+
+static void skipped(void) {
+    static struct memory before, got;
+    static struct zpp_optim_segment segments[SEGMENTS + 1];
+    scale_words.by_address = scale_words.skip = true;
+    for (int int8 = 0; int8 < 2; ++int8) {
+        fill(&before, int8, false);
+        got = before;
+        describe(segments, &got, int8, 0);
+        run(segments, SEGMENTS + 1);
+        CHECK(memcmp(&before, &got, sizeof got) == 0);
+    }
+    scale_words.skip = false;
 }
 
 static void nothing(void) {
@@ -99,6 +115,6 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(nothing), {0} };
+    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(skipped), TEST(nothing), {0} };
     return test_main(argc, argv, cases);
 }

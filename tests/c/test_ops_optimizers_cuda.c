@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "cuda_threads.h"
+#include "scale_words.h"
 
 #include "../../csrc/ops/optim/optim_cuda.cu"
 
@@ -19,7 +20,7 @@
         int launches = 0;                                                                                 \
         for (size_t done = 0; done < count;) {                                                            \
             unsigned int blocks;                                                                          \
-            done += zpp_optim_cuda_fill(segments + done, count - done, grad_scale, &batch, &blocks);     \
+            done += zpp_optim_cuda_fill(segments + done, count - done, scale_as_wanted(grad_scale), &batch, &blocks); \
             launches += blocks > 0;                                                                       \
             for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {                                     \
                 for (threadIdx.x = 0; threadIdx.x < ZPP_OPTIM_CUDA_THREADS; ++threadIdx.x) {               \
@@ -41,7 +42,7 @@ STEP(sgd)
         int launches = 0;                                                                                     \
         for (size_t done = 0; done < count;) {                                                                \
             unsigned int blocks;                                                                              \
-            done += zpp_optim_cuda_fill(segments + done, count - done, scale, &batch, &blocks);          \
+            done += zpp_optim_cuda_fill(segments + done, count - done, scale_as_wanted(scale), &batch, &blocks); \
             launches += blocks > 0;                                                                           \
             (batch.list.at[0].int8 ? cuda_run : cuda_loop)(zpp_##op##_low_cuda_thunk, &batch, blocks,         \
                                                            ZPP_LOW_CUDA_THREADS);                             \
@@ -173,6 +174,13 @@ static void long_segment(void) {
     free(memory);
 }
 
+static void in_words(void) {
+    scale_words.by_address = true;
+    many_segments();
+    fewer_bits();
+    scale_words.by_address = false;
+}
+
 static void nothing(void) {
     const struct zpp_optim_segment empty = { .optimizer = ZPP_OPTIM_LION, .lr = 1.0 };
     CHECK_EQUAL(lion_step(&empty, 1, 1.0f), 0);
@@ -181,7 +189,7 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(many_segments), TEST(fewer_bits), TEST(long_segment), TEST(nothing),
-                                              {0} };
+    static const struct test_case cases[] = { TEST(many_segments), TEST(fewer_bits), TEST(long_segment), TEST(in_words),
+                                              TEST(nothing), {0} };
     return test_main(argc, argv, cases);
 }

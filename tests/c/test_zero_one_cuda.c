@@ -16,7 +16,7 @@ static int step(const struct zpp_optim_segment *segments, size_t count) {
     int launches = 0;
     for (size_t done = 0; done < count;) {
         unsigned int blocks;
-        done += zpp_optim_cuda_fill(segments + done, count - done, 0.5f, &batch, &blocks);
+        done += zpp_optim_cuda_fill(segments + done, count - done, zpp_grad_scale_of(0.5f), &batch, &blocks);
         launches += blocks > 0;
         cuda_loop(zpp_zero_one_cuda_thunk, &batch, blocks, ZPP_OPTIM_CUDA_THREADS);
     }

@@ -118,5 +118,5 @@ def test_misuse() -> None:
 def test_torch_sees_the_operator() -> None:
     p, g, s = [torch.randn(40)], [torch.randn(40).bfloat16()], [torch.ones(40)]
     torch.library.opcheck(
-        torch.ops.zeropp.adagrad_step_.default, (p, g, s, [], [3], [1e-2], 0.0, 1e-10, [0.1], False, 1.0)
+        torch.ops.zeropp.adagrad_step_.default, (p, g, s, [], [3], [1e-2], 0.0, 1e-10, [0.1], False, 1.0, [], [])
     )

@@ -148,7 +148,7 @@ def test_torch_sees_the_operator() -> None:
     p, m, v = ([torch.rand(40)] for _ in range(3))
     op = torch.ops.zeropp.frozen_adam_step_.default
     for outs in ([], [torch.empty(40, dtype=torch.bfloat16)]):
-        torch.library.opcheck(op, (p, m, v, outs, [3], [1e-3], [0.1], 0.999, [1e-8]))
+        torch.library.opcheck(op, (p, m, v, outs, [3], [1e-3], [0.1], 0.999, [1e-8], []))
 
     def step(p: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
         zeropp.ops.frozen_adam_step_(p, [x * 2 for x in m], v, **RATES)

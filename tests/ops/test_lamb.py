@@ -164,7 +164,9 @@ def test_torch_sees_the_operator() -> None:
     outs = [torch.empty(40, dtype=torch.bfloat16)]
     op = torch.ops.zeropp.lamb_step_.default
     for out in ([], outs):
-        torch.library.opcheck(op, (p, g, m, v, out, [3], [1e-3], 0.9, 0.999, 1e-6, [0.1], 0.0, 10.0, False, 1.0))
+        torch.library.opcheck(
+            op, (p, g, m, v, out, [3], [1e-3], 0.9, 0.999, 1e-6, [0.1], 0.0, 10.0, False, 1.0, [], [])
+        )
 
 
 # --- the first pass alone -------------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def test_the_first_pass_refuses_misuse_and_writes_nothing(
 def test_torch_sees_the_first_pass() -> None:
     p, g, m, v = ([torch.rand(40)] for _ in range(4))
     op = torch.ops.zeropp.lamb_moments_.default
-    torch.library.opcheck(op, (p, g, m, v, [3], 0.9, 0.999, 1e-6, [0.1], False, 1.0))
+    torch.library.opcheck(op, (p, g, m, v, [3], 0.9, 0.999, 1e-6, [0.1], False, 1.0, [], []))
 
     def half(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> Tensor:
         return zeropp.ops.lamb_moments_(p, [x * 2 for x in g], m, v, step=3).sqrt()

@@ -195,8 +195,8 @@ def test_torch_sees_the_operator() -> None:
     p, g, m = [torch.randn(40)], [torch.randn(40)], [torch.zeros(40)]
     outs = [torch.empty(40, dtype=torch.bfloat16)]
     op = torch.ops.zeropp.lion_step_.default
-    torch.library.opcheck(op, (p, g, m, [], [1e-3], 0.9, 0.99, [0.1], False, 1.0))
-    torch.library.opcheck(op, (p, g, m, outs, [1e-3], 0.9, 0.99, [0.1], False, 1.0))
+    torch.library.opcheck(op, (p, g, m, [], [1e-3], 0.9, 0.99, [0.1], False, 1.0, [], []))
+    torch.library.opcheck(op, (p, g, m, outs, [1e-3], 0.9, 0.99, [0.1], False, 1.0, [], []))
 
     def step(p: list[Tensor], g: list[Tensor], m: list[Tensor]) -> None:
         zeropp.ops.lion_step_(p, [x * 2 for x in g], m, lr=1e-3)

@@ -248,7 +248,7 @@ def test_operators_as_torch_sees_them() -> None:
     for kind in KINDS:
         params, grads = [torch.randn(300), torch.randn(5)], [torch.randn(300), torch.randn(5)]
         s = adam_state(params, kind)
-        numbers = ([1e-3], 0.9, 0.999, 1e-8, [0.0], True, False, 1.0)
+        numbers = ([1e-3], 0.9, 0.999, 1e-8, [0.0], True, False, 1.0, [], [])
         arguments = (params, grads, s["exp_avgs"], s["exp_avg_sqs"], [], s["scales"], [], [1, 2], 4, *numbers)
         torch.library.opcheck(ops.adam_step_low_.default, arguments)
 
@@ -397,10 +397,10 @@ def test_low_operators_as_torch_sees_them(kind: torch.dtype) -> None:
                "sgd": ([1e-3], 0.9, 0.0, [0.0], False, False, 1.0)}  # fmt: skip
     for name, rates in numbers.items():
         codes, scales = low_lists(("one",), (300,), kind, (10,))
-        arguments = (params, grads, codes[0], scales, [], places, 4, *rates)
+        arguments = (params, grads, codes[0], scales, [], places, 4, *rates, [], [])
         torch.library.opcheck(getattr(ops, f"{name}_step_low_").default, arguments)
     codes, scales = low_lists(("one", "two"), (300,), kind, (0,))
-    rates = ([1e-3], 0.9, 0.999, 1e-6, [0.0], 0.0, 10.0, False, 1.0)
+    rates = ([1e-3], 0.9, 0.999, 1e-6, [0.0], 0.0, 10.0, False, 1.0, [], [])
     torch.library.opcheck(ops.lamb_step_low_.default, (params, grads, *codes, scales, [], [1], 4, *rates))
 
     def step(p: Tensor, m: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def test_misuse() -> None:
 
 def test_torch_sees_the_operator() -> None:
     p, g, b = [torch.randn(40)], [torch.randn(40)], [torch.ones(40)]
-    rest = ([], [3], [1e-2], 0.9, 0.0, [0.1], True, False, 1.0)
+    rest = ([], [3], [1e-2], 0.9, 0.0, [0.1], True, False, 1.0, [], [])
     torch.library.opcheck(torch.ops.zeropp.sgd_step_.default, (p, g, b, *rest))
-    plain = ([], [], [3], [1e-2], 0.0, 0.0, [0.1], False, False, 1.0)
+    plain = ([], [], [3], [1e-2], 0.0, 0.0, [0.1], False, False, 1.0, [], [])
     torch.library.opcheck(torch.ops.zeropp.sgd_step_.default, (p, g, *plain))

@@ -180,7 +180,7 @@ def test_torch_sees_the_operator() -> None:
     p, g, m, v, u, a = ([torch.rand(40)] for _ in range(6))
     op = torch.ops.zeropp.zero_one_adam_step_.default
     for more in ([[], [], []], [u, a, [torch.empty(40, dtype=torch.bfloat16)]]):
-        torch.library.opcheck(op, (p, g, m, v, *more, [3], [1e-3], [0.1], 0.9, 0.999, [1e-8], 0.5))
+        torch.library.opcheck(op, (p, g, m, v, *more, [3], [1e-3], [0.1], 0.9, 0.999, [1e-8], 0.5, [], []))
 
     def step(own: list[list[Tensor]]) -> None:
         p, g, m, v, u, a = own

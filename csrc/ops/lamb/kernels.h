@@ -31,14 +31,14 @@ struct zpp_lamb_consts zpp_lamb_consts_of(const struct zpp_lamb_segment *segment
 /* CUDA's launches, for lamb_cuda.c and the test that runs its kernels on a CPU: as many segments as fit one, empty ones
  * left out, from consts and dtypes to blocks; returns how many it took. Then where its work lies. */
 struct zpp_lamb_cuda_batch;
-size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
-                          struct zpp_lamb_cuda_batch *batch);
+size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count,
+                          struct zpp_grad_scale scale, struct zpp_lamb_cuda_batch *batch);
 void zpp_lamb_cuda_place(struct zpp_lamb_cuda_batch *batch, void *work);
 
 /* What moments in fewer bits need `beside` a batch that was placed, of the same segments; the blocks of the last
  * kernel's grid. */
 struct zpp_lamb_low_cuda_batch;
-unsigned int zpp_lamb_low_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
+unsigned int zpp_lamb_low_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count,
                                     const struct zpp_lamb_cuda_batch *beside, struct zpp_lamb_low_cuda_batch *batch);
 
 #endif

@@ -27,6 +27,7 @@
 #include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
+#include "../grad_scale.h"
 #include "../moments/moments.h"
 
 enum { ZPP_LAMB_BLOCK_ELEMS = 4096 };
@@ -66,12 +67,13 @@ zpp_status zpp_lamb_norms_at(enum zpp_cpu_level level, const struct zpp_lamb_seg
 
 /* The same on CUDA, where all pointers but `segments` itself are device memory: enqueued on `native` (torch's current
  * stream). Moments of all segments are of one kind. Same bits. `work`: device memory of zpp_lamb_cuda_work_bytes,
- * aligned to 8. NOT_BUILT without the kernels, DEVICE if a launch fails. */
+ * aligned to 8. A step that `scale` skips has sums of 0. NOT_BUILT without the kernels, DEVICE if a launch fails. */
 size_t zpp_lamb_cuda_work_bytes(const struct zpp_lamb_segment *segments, size_t segments_count);
 zpp_status zpp_lamb_step_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
-                              size_t segments_count, float grad_scale, void *work, struct zpp_err *err);
+                              size_t segments_count, struct zpp_grad_scale scale, void *work,
+                              struct zpp_err *err);
 zpp_status zpp_lamb_norms_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
-                               size_t segments_count, float grad_scale, double *sums, void *work,
+                               size_t segments_count, struct zpp_grad_scale scale, double *sums, void *work,
                                struct zpp_err *err);
 
 #endif

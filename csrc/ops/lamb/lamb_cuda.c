@@ -16,23 +16,32 @@ _Static_assert((int)ZPP_LAMB_CUDA_THREADS == (int)ZPP_LOW_CUDA_THREADS, "one kin
 _Static_assert(ZPP_LAMB_CUDA_LANES == (int)ZPP_LAMB_LANES, "the order of lamb.h");
 _Static_assert(ZPP_LAMB_CUDA_BLOCK_ELEMS == (int)ZPP_LAMB_BLOCK_ELEMS, "the order of lamb.h");
 
-size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
+size_t zpp_lamb_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, struct zpp_grad_scale scale,
                           struct zpp_lamb_cuda_batch *batch) {
     const bool low = segments_count && segments[0].how.kind != ZPP_MOMENTS_F32; /* all are alike */
     const uint32_t capacity = low ? ZPP_LOW_CUDA_SEGMENTS : ZPP_LAMB_CUDA_SEGMENTS;
     size_t taken = 0;
     batch->count = 0;
     batch->blocks = 0;
+    batch->scale = scale;
     for (; taken < segments_count && batch->count < capacity; ++taken) {
         const struct zpp_lamb_segment *s = &segments[taken];
         if (s->elems == 0) continue;
         batch->places[batch->count] = (uint32_t)taken;
-        batch->segments[batch->count++] = (struct zpp_lamb_cuda_segment){
-            .param = s->param, .exp_avg = s->exp_avg, .exp_avg_sq = s->exp_avg_sq, .grad = s->grad,
-            .param_out = s->param_out, .elems = s->elems, .lr = s->lr, .trust_least = s->trust_least,
-            .trust_most = s->trust_most, .consts = zpp_lamb_consts_of(s, grad_scale), .first_block = batch->blocks,
-            .grad_dtype = zpp_cuda_dtype_of(s->grad_dtype),
-            .out_dtype = s->param_out ? zpp_cuda_dtype_of(s->out_dtype) : ZPP_CUDA_NONE };
+        batch->segments[batch->count++] =
+            (struct zpp_lamb_cuda_segment){.param = s->param,
+                                           .exp_avg = s->exp_avg,
+                                           .exp_avg_sq = s->exp_avg_sq,
+                                           .grad = s->grad,
+                                           .param_out = s->param_out,
+                                           .elems = s->elems,
+                                           .lr = s->lr,
+                                           .trust_least = s->trust_least,
+                                           .trust_most = s->trust_most,
+                                           .consts = zpp_lamb_consts_of(s, zpp_grad_scale_on_host(&scale)),
+                                           .first_block = batch->blocks,
+                                           .grad_dtype = zpp_cuda_dtype_of(s->grad_dtype),
+                                           .out_dtype = s->param_out ? zpp_cuda_dtype_of(s->out_dtype) : ZPP_CUDA_NONE};
         batch->blocks += (uint32_t)((s->elems + ZPP_LAMB_BLOCK_ELEMS - 1) / ZPP_LAMB_BLOCK_ELEMS);
     }
     batch->taken = (uint32_t)taken;
@@ -56,7 +65,7 @@ size_t zpp_lamb_cuda_work_bytes(const struct zpp_lamb_segment *segments, size_t 
     struct zpp_lamb_cuda_batch batch;
     size_t most = RATES_BYTES;
     for (size_t done = 0; done < segments_count;) {
-        done += zpp_lamb_cuda_fill(segments + done, segments_count - done, 1.0f, &batch);
+        done += zpp_lamb_cuda_fill(segments + done, segments_count - done, zpp_grad_scale_of(1.0f), &batch);
         if (work_bytes(&batch) > most) most = work_bytes(&batch);
     }
     return most;
@@ -64,7 +73,7 @@ size_t zpp_lamb_cuda_work_bytes(const struct zpp_lamb_segment *segments, size_t 
 
 struct job {
     const struct zpp_lamb_segment *segments;
-    float grad_scale;
+    struct zpp_grad_scale scale;
 };
 
 static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segment *segment, void *consts) {
@@ -76,14 +85,18 @@ static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segm
         .out_dtype = s->param_out ? zpp_cuda_dtype_of(s->out_dtype) : ZPP_CUDA_NONE,
     };
     zpp_low_cuda_hold(segment, &s->how, s->moments, 2, ZPP_MOMENT_FIRST);
-    ((struct zpp_lamb_low_consts *)consts)->lamb = zpp_lamb_consts_of(s, job->grad_scale);
+    ((struct zpp_lamb_low_consts *)consts)->lamb = zpp_lamb_consts_of(s, zpp_grad_scale_on_host(&job->scale));
 }
 
-unsigned int zpp_lamb_low_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count, float grad_scale,
+unsigned int zpp_lamb_low_cuda_fill(const struct zpp_lamb_segment *segments, size_t segments_count,
                                     const struct zpp_lamb_cuda_batch *beside, struct zpp_lamb_low_cuda_batch *batch) {
-    const struct job job = { segments, grad_scale };
-    const struct zpp_low_cuda_source source = { "zpp_lamb_low_cuda_move", segments_count,
-                                                sizeof(struct zpp_lamb_low_consts), describe_low, &job };
+    const struct job job = {segments, beside->scale};
+    const struct zpp_low_cuda_source source = {"zpp_lamb_low_cuda_move",
+                                               segments_count,
+                                               sizeof(struct zpp_lamb_low_consts),
+                                               describe_low,
+                                               &job,
+                                               beside->scale};
     unsigned int blocks;
     zpp_low_cuda_fill(&source, 0, batch, &blocks);
     batch->lanes = beside->lanes;
@@ -116,16 +129,16 @@ static zpp_status launch_group(zpp_device *device, void *native, const struct zp
 }
 
 zpp_status zpp_lamb_step_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
-                              size_t segments_count, float grad_scale, void *work, struct zpp_err *err) {
+                              size_t segments_count, struct zpp_grad_scale scale, void *work, struct zpp_err *err) {
     const bool is_low = segments_count && segments[0].how.kind != ZPP_MOMENTS_F32;
     struct zpp_lamb_cuda_batch batch = { .lanes = NULL };
     struct zpp_lamb_low_cuda_batch low = { .lanes = NULL };
     zpp_status status = ZPP_OK;
     for (size_t done = 0; done < segments_count && status == ZPP_OK;) {
-        const size_t taken = zpp_lamb_cuda_fill(segments + done, segments_count - done, grad_scale, &batch);
+        const size_t taken = zpp_lamb_cuda_fill(segments + done, segments_count - done, scale, &batch);
         unsigned int blocks = 0;
         zpp_lamb_cuda_place(&batch, work);
-        if (is_low) blocks = zpp_lamb_low_cuda_fill(segments + done, taken, grad_scale, &batch, &low);
+        if (is_low) blocks = zpp_lamb_low_cuda_fill(segments + done, taken, &batch, &low);
         if (batch.blocks) status = launch_group(device, native, &batch, is_low ? &low : NULL, blocks, err);
         done += taken;
     }
@@ -133,13 +146,13 @@ zpp_status zpp_lamb_step_cuda(zpp_device *device, void *native, const struct zpp
 }
 
 zpp_status zpp_lamb_norms_cuda(zpp_device *device, void *native, const struct zpp_lamb_segment *segments,
-                               size_t segments_count, float grad_scale, double *sums, void *work,
+                               size_t segments_count, struct zpp_grad_scale scale, double *sums, void *work,
                                struct zpp_err *err) {
     const unsigned int threads = ZPP_LAMB_CUDA_THREADS;
     struct zpp_lamb_cuda_batch batch = { .lanes = NULL };
     zpp_status status = ZPP_OK;
     for (size_t done = 0; done < segments_count && status == ZPP_OK;) {
-        const size_t taken = zpp_lamb_cuda_fill(segments + done, segments_count - done, grad_scale, &batch);
+        const size_t taken = zpp_lamb_cuda_fill(segments + done, segments_count - done, scale, &batch);
         zpp_lamb_cuda_place(&batch, work);
         batch.norms = sums + 2 * done;
         const uint64_t threads_needed = (uint64_t)batch.blocks * ZPP_LAMB_LANES;

@@ -20,6 +20,7 @@
 #endif
 
 #include "../element_cuda.h"
+#include "../grad_scale_cuda.h"
 #include "../segment_cuda.h"
 #include "lamb_cuda.h"
 #include "lamb_trust.h"
@@ -39,7 +40,8 @@ static __device__ __forceinline__ uint64_t block_end(const struct zpp_lamb_cuda_
 
 KERNEL zpp_lamb_cuda_moments(const __grid_constant__ struct zpp_lamb_cuda_batch batch) {
     const unsigned int block = index_of_thread() / ZPP_LAMB_CUDA_LANES, lane = index_of_thread() % ZPP_LAMB_CUDA_LANES;
-    if (block >= batch.blocks) return;
+    if (block >= batch.blocks || zpp_grad_scale_skips(&batch.scale)) return;
+    const float factor = zpp_grad_scale_factor(&batch.scale);
     const struct zpp_lamb_cuda_segment *s = &batch.segments[ZPP_SEGMENT_OF(batch.segments, batch.count, block)];
     const uint64_t end = block_end(s, block);
     float params = 0.0f, updates = 0.0f;
@@ -47,7 +49,8 @@ KERNEL zpp_lamb_cuda_moments(const __grid_constant__ struct zpp_lamb_cuda_batch 
     for (uint64_t i = block_begin(s, block) + lane; i < end; i += ZPP_LAMB_CUDA_LANES) {
         const float p = s->param[i];
         float m = s->exp_avg[i], v = s->exp_avg_sq[i];
-        const float u = zpp_lamb_moments(&s->consts, zpp_cuda_load(s->grad, s->grad_dtype, i), p, &m, &v);
+        const float g = ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor);
+        const float u = zpp_lamb_moments(&s->consts, g, p, &m, &v);
         s->exp_avg[i] = m;
         s->exp_avg_sq[i] = v;
         params = ZPP_ADD(params, ZPP_MUL(p, p));
@@ -86,7 +89,7 @@ KERNEL zpp_lamb_cuda_norms(const __grid_constant__ struct zpp_lamb_cuda_batch ba
     const unsigned int at = index_of_thread();
     if (at >= batch.taken) return;
     double params = 0.0, updates = 0.0;
-    for (unsigned int k = 0; k < batch.count; ++k) {
+    for (unsigned int k = 0; k < batch.count && !zpp_grad_scale_skips(&batch.scale); ++k) {
         if (batch.places[k] != at) continue;
         const unsigned int end = k + 1 < batch.count ? batch.segments[k + 1].first_block : batch.blocks;
         for (unsigned int block = batch.segments[k].first_block; block < end; ++block) {
@@ -99,6 +102,7 @@ KERNEL zpp_lamb_cuda_norms(const __grid_constant__ struct zpp_lamb_cuda_batch ba
 }
 
 KERNEL zpp_lamb_cuda_move(const __grid_constant__ struct zpp_lamb_cuda_batch batch) {
+    if (zpp_grad_scale_skips(&batch.scale)) return;
     const unsigned int block = blockIdx.x, k = ZPP_SEGMENT_OF(batch.segments, batch.count, block);
     const struct zpp_lamb_cuda_segment *s = &batch.segments[k];
     struct zpp_lamb_consts consts = s->consts;

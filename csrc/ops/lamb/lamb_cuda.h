@@ -33,6 +33,7 @@ struct zpp_lamb_cuda_batch {
     double *sums;  /* [blocks][2] */
     float *rates;  /* [count]: lr r */
     double *norms; /* [taken][2], the result where there is no step */
+    struct zpp_grad_scale scale;
     uint32_t count, blocks;
     uint32_t taken; /* segments, with those without elements, which have no place here */
     uint32_t places[ZPP_LAMB_CUDA_SEGMENTS]; /* of each in what was taken */

@@ -25,7 +25,8 @@ static __device__ __forceinline__ void low_lamb(const void *consts, float grad, 
 KERNEL zpp_lamb_low_cuda_lanes(const __grid_constant__ struct zpp_lamb_low_cuda_batch batch) {
     const unsigned int at = blockIdx.x * ZPP_LAMB_CUDA_THREADS + threadIdx.x;
     const unsigned int block = at / ZPP_LAMB_CUDA_LANES, lane = at % ZPP_LAMB_CUDA_LANES;
-    if (block >= batch.blocks) return;
+    if (block >= batch.blocks || zpp_grad_scale_skips(&batch.list.scale)) return;
+    const float factor = zpp_grad_scale_factor(&batch.list.scale);
     const unsigned int k = zpp_segment_of(batch.firsts, sizeof batch.firsts[0], batch.list.count, block);
     const struct zpp_low_cuda_segment *s = &batch.list.at[k];
     const uint64_t begin = (uint64_t)(block - batch.firsts[k]) * ZPP_LAMB_CUDA_BLOCK_ELEMS;
@@ -36,7 +37,8 @@ KERNEL zpp_lamb_low_cuda_lanes(const __grid_constant__ struct zpp_lamb_low_cuda_
         const uint64_t scale = i / ZPP_LOW_CUDA_THREADS; /* a segment is a whole tensor */
         const float p = s->param[i];
         float m = zpp_low_decoded(s, 0, i, scale), v = zpp_low_decoded(s, 1, i, scale);
-        const float u = zpp_lamb_moments(&batch.consts[k].lamb, zpp_cuda_load(s->grad, s->grad_dtype, i), p, &m, &v);
+        const float g = ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor);
+        const float u = zpp_lamb_moments(&batch.consts[k].lamb, g, p, &m, &v);
         params = ZPP_ADD(params, ZPP_MUL(p, p));
         updates = ZPP_ADD(updates, ZPP_MUL(u, u));
     }

@@ -29,6 +29,7 @@ size_t zpp_low_cuda_fill(const struct zpp_low_cuda_source *source, size_t begin,
     size_t index = begin;
     *blocks = 0;
     list->count = 0;
+    list->scale = source->scale;
     for (; index < source->count && list->count < ZPP_LOW_CUDA_SEGMENTS; ++index) {
         struct zpp_low_cuda_segment *at = &list->at[list->count];
         source->describe(source->arg, index, at, consts + list->count * source->consts_bytes);

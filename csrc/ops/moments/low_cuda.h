@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../grad_scale.h"
+
 /* A thread has one element of a block of moments; a turn takes four blocks, so that its two barriers come once in 1024
  * elements. */
 enum {
@@ -39,6 +41,7 @@ struct zpp_low_cuda_segment {
 /* The kernel's argument begins with this; an array of one op's constants follows, one a segment. */
 struct zpp_low_cuda_segments {
     uint32_t count, padding;
+    struct zpp_grad_scale scale;
     struct zpp_low_cuda_segment at[ZPP_LOW_CUDA_SEGMENTS];
 };
 
@@ -52,6 +55,7 @@ struct zpp_low_cuda_source {
     size_t count, consts_bytes;
     void (*describe)(const void *arg, size_t index, struct zpp_low_cuda_segment *segment, void *consts);
     const void *arg;
+    struct zpp_grad_scale scale;
 };
 
 /* For describe: everything of *segment that is about its moments, `count` of them from `first` on. */

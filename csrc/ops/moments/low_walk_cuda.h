@@ -12,6 +12,7 @@
 #define ZPP_OPS_MOMENTS_LOW_WALK_CUDA_H
 
 #include "../element_cuda.h"
+#include "../grad_scale_cuda.h"
 #include "../segment_cuda.h"
 #include "low_codec_cuda.h"
 
@@ -20,23 +21,25 @@ typedef void (*low_element_fn)(const void *consts, float grad, float *p, float *
 
 /* One element's step; its new moments. */
 static __device__ __forceinline__ void low_step(const struct zpp_low_cuda_segment *s, const void *consts,
-                                                low_element_fn element, uint64_t i, uint64_t block, float moments[3]) {
+                                                low_element_fn element, float factor, uint64_t i, uint64_t block,
+                                                float moments[3]) {
     for (int k = 0; k < s->moments; ++k) moments[k] = zpp_low_decoded(s, k, i, block);
     float p = s->param[i];
-    element(consts, zpp_cuda_load(s->grad, s->grad_dtype, i), &p, moments);
+    element(consts, ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor), &p, moments);
     s->param[i] = p;
     zpp_cuda_store(s->param_out, s->out_dtype, i, p);
 }
 
 /* Elements from `line` on, four blocks of them; `into`: where the segment begins in its first block. */
 static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segment *s, const void *consts,
-                                                low_element_fn element, uint64_t line, uint32_t into,
+                                                low_element_fn element, float factor, uint64_t line, uint32_t into,
                                                 struct zpp_low_tops *tops) {
     float moments[ZPP_LOW_CUDA_ROWS][3] = { { 0.0f } };
     for (int row = 0; row < ZPP_LOW_CUDA_ROWS; ++row) {
         const uint64_t at = line + (uint64_t)row * ZPP_LOW_CUDA_THREADS + threadIdx.x;
         const uint64_t i = at - into; /* wraps before the first */
-        if (at >= into && i < s->elems) low_step(s, consts, element, i, at / ZPP_LOW_CUDA_THREADS, moments[row]);
+        const uint64_t block = at / ZPP_LOW_CUDA_THREADS;
+        if (at >= into && i < s->elems) low_step(s, consts, element, factor, i, block, moments[row]);
         for (int k = 0; s->int8 && k < s->moments; ++k) {
             tops->each[k][row][threadIdx.x] = ZPP_BITS(moments[row][k]) & ZPP_MOMENTS_ABS;
         }
@@ -60,6 +63,8 @@ static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segmen
 static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segments *list, const void *consts,
                                                 uint64_t consts_bytes, low_element_fn element,
                                                 struct zpp_low_tops *tops) {
+    if (zpp_grad_scale_skips(&list->scale)) return; /* all threads of all blocks */
+    const float factor = zpp_grad_scale_factor(&list->scale);
     const unsigned int k = ZPP_SEGMENT_OF(list->at, list->count, blockIdx.x);
     const struct zpp_low_cuda_segment *s = &list->at[k];
     const uint32_t into = s->index % ZPP_LOW_CUDA_THREADS;
@@ -67,7 +72,7 @@ static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segmen
     const uint64_t all = s->elems + into, left = all - begin;
     const uint64_t end = begin + (left < ZPP_LOW_CUDA_CHUNK_ELEMS ? left : ZPP_LOW_CUDA_CHUNK_ELEMS);
     for (uint64_t line = begin; line < end; line += (uint64_t)ZPP_LOW_CUDA_ROWS * ZPP_LOW_CUDA_THREADS) {
-        low_turn(s, (const char *)consts + k * consts_bytes, element, line, into, tops);
+        low_turn(s, (const char *)consts + k * consts_bytes, element, factor, line, into, tops);
     }
 }
 

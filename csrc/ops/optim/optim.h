@@ -34,6 +34,7 @@
 #include "../../base/device.h"
 #include "../../base/dtype.h"
 #include "../../base/pool.h"
+#include "../grad_scale.h"
 #include "../moments/moments.h"
 
 enum zpp_optimizer {
@@ -91,9 +92,9 @@ bool zpp_optim_step_at(enum zpp_cpu_level level, const struct zpp_optim_segment 
 
 /* The same on CUDA, where all pointers are device memory, which must live until the stream has passed: enqueued on
  * `native` (torch's current stream). All segments are of one optimizer, and their states of one kind. Same bits.
- * NOT_BUILT without the kernel, DEVICE if a launch fails. */
+ * The words of `scale`, too, are read when the kernels run. NOT_BUILT without the kernel, DEVICE if a launch fails. */
 zpp_status zpp_optim_step_cuda(zpp_device *device, void *native, const struct zpp_optim_segment *segments,
-                               size_t segments_count, float grad_scale, struct zpp_err *err);
+                               size_t segments_count, struct zpp_grad_scale scale, struct zpp_err *err);
 
 /* Adam on one tensor whose parameter, gradient and moments are float64: every operation rounds once, to float64. */
 struct zpp_adam_f64_segment {

@@ -35,7 +35,7 @@ static const struct kernel kernels[ZPP_OPTIMIZERS] = {
 struct job {
     const struct zpp_optim_segment *segments;
     size_t count;
-    float grad_scale;
+    struct zpp_grad_scale scale;
 };
 
 static uint8_t out_dtype_of(const struct zpp_optim_segment *s) {
@@ -51,18 +51,19 @@ static size_t fill(const void *arg, size_t begin, void *batch, unsigned int *blo
     const struct job *job = arg;
     const struct kernel *kernel = &kernels[job->segments[0].optimizer];
     const struct zpp_optim_shape *shape = &zpp_optim_shapes[job->segments[0].optimizer];
-    uint32_t *count = batch;
-    struct zpp_optim_cuda_segment *at = (void *)((char *)batch + 2 * sizeof *count);
+    struct zpp_optim_cuda_head *head = batch;
+    struct zpp_optim_cuda_segment *at = (void *)(head + 1);
+    uint32_t *count = &head->count;
     float **states = (void *)((char *)batch + kernel->states_at);
     char *consts = (char *)batch + kernel->consts_at;
     size_t index = begin;
     *blocks = 0;
-    *count = 0;
+    *head = (struct zpp_optim_cuda_head){.scale = job->scale};
     for (; index < job->count && *count < kernel->segments; ++index) {
         const struct zpp_optim_segment *s = &job->segments[index];
         assert(s->optimizer == job->segments[0].optimizer);
         if (s->elems == 0) continue; /* the next one takes its place */
-        const union zpp_optim_consts one = zpp_optim_consts_of(s, job->grad_scale);
+        const union zpp_optim_consts one = zpp_optim_consts_of(s, zpp_grad_scale_on_host(&job->scale));
         at[*count] = (struct zpp_optim_cuda_segment){
             .param = s->param, .grad = s->grad, .param_out = s->param_out, .elems = s->elems, .first_block = *blocks,
             .grad_dtype = grad_dtype_of(s), .out_dtype = out_dtype_of(s),
@@ -81,7 +82,7 @@ static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segm
     const struct job *job = arg;
     const struct zpp_optim_segment *s = &job->segments[index];
     const int first = zpp_optim_shapes[s->optimizer].first;
-    const union zpp_optim_consts one = zpp_optim_consts_of(s, job->grad_scale);
+    const union zpp_optim_consts one = zpp_optim_consts_of(s, zpp_grad_scale_on_host(&job->scale));
     *segment = (struct zpp_low_cuda_segment){
         .param = s->param, .grad = s->grad, .param_out = s->param_out, .elems = s->elems,
         .grad_dtype = grad_dtype_of(s), .out_dtype = out_dtype_of(s),
@@ -94,22 +95,22 @@ static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segm
 static struct zpp_low_cuda_source low_source(const struct job *job) {
     const struct kernel *kernel = &kernels[job->segments[0].optimizer];
     assert(kernel->low);
-    return (struct zpp_low_cuda_source){ kernel->low, job->count, kernel->consts_bytes, describe_low, job };
+    return (struct zpp_low_cuda_source){kernel->low, job->count, kernel->consts_bytes, describe_low, job, job->scale};
 }
 
 static bool is_low(const struct job *job) { return job->segments[0].how.kind != ZPP_MOMENTS_F32; } /* all are alike */
 
-size_t zpp_optim_cuda_fill(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale,
+size_t zpp_optim_cuda_fill(const struct zpp_optim_segment *segments, size_t segments_count, struct zpp_grad_scale scale,
                            void *batch, unsigned int *blocks) {
-    const struct job job = { segments, segments_count, grad_scale };
+    const struct job job = {segments, segments_count, scale};
     if (!is_low(&job)) return fill(&job, 0, batch, blocks);
     const struct zpp_low_cuda_source source = low_source(&job);
     return zpp_low_cuda_fill(&source, 0, batch, blocks);
 }
 
 zpp_status zpp_optim_step_cuda(zpp_device *device, void *native, const struct zpp_optim_segment *segments,
-                               size_t segments_count, float grad_scale, struct zpp_err *err) {
-    const struct job job = { segments, segments_count, grad_scale };
+                               size_t segments_count, struct zpp_grad_scale scale, struct zpp_err *err) {
+    const struct job job = {segments, segments_count, scale};
     if (segments_count == 0) return ZPP_OK;
     if (is_low(&job)) {
         const struct zpp_low_cuda_source source = low_source(&job);

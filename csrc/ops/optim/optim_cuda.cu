@@ -14,6 +14,7 @@
 #endif
 
 #include "../element_cuda.h"
+#include "../grad_scale_cuda.h"
 #include "../moments/low_walk_cuda.h"
 #include "../segment_cuda.h"
 #include "optim_cuda.h"
@@ -38,7 +39,7 @@ enum { UNROLL = ZPP_OPTIM_CUDA_UNROLL, MOST_STATES = 4 };
 /* This thread's elements of its block's chunk. */
 static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment *s, float *const *state, int states,
                                             unsigned int written, update_fn update, const void *consts,
-                                            uint32_t options) {
+                                            uint32_t options, float factor) {
     const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_OPTIM_CUDA_CHUNK_ELEMS;
     const uint64_t left = s->elems - begin, stride = ZPP_OPTIM_CUDA_THREADS;
     const uint64_t end = begin + (left < ZPP_OPTIM_CUDA_CHUNK_ELEMS ? left : ZPP_OPTIM_CUDA_CHUNK_ELEMS);
@@ -48,7 +49,7 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
         for (int u = 0; u < UNROLL; ++u) {
             const uint64_t i = row + (uint64_t)u * stride;
             if (i >= end) break;
-            g[u] = s->grad_dtype == ZPP_CUDA_NONE ? 0.0f : zpp_cuda_load(s->grad, s->grad_dtype, i);
+            g[u] = s->grad_dtype == ZPP_CUDA_NONE ? 0.0f : ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor);
             p[u] = s->param[i];
 #pragma unroll
             for (int k = 0; k < states; ++k) x[u][k] = options >> k & 1 ? state[k][i] : 0.0f;
@@ -67,9 +68,10 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
 }
 
 #define WALK(NAME, name)                                                                                              \
-    const unsigned int k = ZPP_SEGMENT_OF(batch.at, batch.count, blockIdx.x);                                         \
+    if (zpp_grad_scale_skips(&batch.head.scale)) return;                                                              \
+    const unsigned int k = ZPP_SEGMENT_OF(batch.at, batch.head.count, blockIdx.x);                                    \
     walk(&batch.at[k], batch.states_of[k], ZPP_OPTIM_CUDA_##NAME##_STATES, NAME##_WRITTEN, update_##name,             \
-         &batch.consts[k], batch.consts[k].options)
+         &batch.consts[k], batch.consts[k].options, zpp_grad_scale_factor(&batch.head.scale))
 
 KERNEL zpp_adam_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) { WALK(ADAM, adam); }
 KERNEL zpp_lion_cuda(const __grid_constant__ struct zpp_lion_cuda_batch batch) { WALK(LION, lion); }

@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../grad_scale.h"
 #include "../moments/low_cuda.h"
 #include "adagrad.h"
 #include "adam.h"
@@ -36,9 +37,16 @@ struct zpp_optim_cuda_segment {
     uint8_t grad_dtype, out_dtype; /* element_cuda.h */
 };
 
+/* What every batch begins with. */
+struct zpp_optim_cuda_head {
+    uint32_t count, padding;
+    struct zpp_grad_scale scale;
+};
+
 /* Segments of a launch: what fits, with the pointers to their states (NULL: not there) and their constants. */
 #define ZPP_OPTIM_CUDA_SEGMENTS(states, consts_bytes)                                                                 \
-    ((ZPP_OPTIM_CUDA_BATCH_BYTES - 8) / (sizeof(struct zpp_optim_cuda_segment) + 8 * (states) + (consts_bytes)))
+    ((ZPP_OPTIM_CUDA_BATCH_BYTES - sizeof(struct zpp_optim_cuda_head)) /                                              \
+     (sizeof(struct zpp_optim_cuda_segment) + 8 * (states) + (consts_bytes)))
 
 #define ZPP_OPTIMIZER(NAME, name, first, states, written, usual, varies) \
     enum {                                                                                                            \
@@ -46,7 +54,7 @@ struct zpp_optim_cuda_segment {
         ZPP_OPTIM_CUDA_##NAME##_SEGMENTS = ZPP_OPTIM_CUDA_SEGMENTS(states, sizeof(struct zpp_##name##_consts)),       \
     };                                                                                                                \
     struct zpp_##name##_cuda_batch {                                                                                  \
-        uint32_t count, padding;                                                                                      \
+        struct zpp_optim_cuda_head head;                                                                              \
         struct zpp_optim_cuda_segment at[ZPP_OPTIM_CUDA_##NAME##_SEGMENTS];                                           \
         float *states_of[ZPP_OPTIM_CUDA_##NAME##_SEGMENTS][states];                                                   \
         struct zpp_##name##_consts consts[ZPP_OPTIM_CUDA_##NAME##_SEGMENTS];                                          \
@@ -63,8 +71,8 @@ struct zpp_optim_cuda_segment {
 
 /* Packs the next segments, all of one optimizer, for one launch: how many it took, and the blocks of the grid (0: all
  * were empty). `batch` is the zpp_NAME_cuda_batch of that optimizer, or with states in fewer bits its low one. */
-size_t zpp_optim_cuda_fill(const struct zpp_optim_segment *segments, size_t segments_count, float grad_scale,
-                           void *batch, unsigned int *blocks);
+size_t zpp_optim_cuda_fill(const struct zpp_optim_segment *segments, size_t segments_count,
+                           struct zpp_grad_scale scale, void *batch, unsigned int *blocks);
 #endif
 
 #endif

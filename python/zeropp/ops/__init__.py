@@ -79,7 +79,8 @@ def adam_step_(
     weight_decay: float | Sequence[float] = 0.0,
     decoupled_decay: bool = True,
     maximize: bool = False,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
     max_exp_avg_sqs: Sequence[Tensor] = (),
     param_outs: Sequence[Tensor] = (),
     scales: Sequence[Tensor] = (),
@@ -104,7 +105,9 @@ def adam_step_(
         weight_decay: strength of the decay; one number, or one a tensor.
         decoupled_decay: True is AdamW, False is Adam with an L2 penalty.
         maximize: climb instead of descend.
-        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale. A number, or an fp32 tensor of one
+            element where the parameters are, whose value is read when the step runs there.
+        skip: int32 tensor of one element where the parameters are. If it is not 0 when the step runs there, nothing is written.
         max_exp_avg_sqs: of the same type, for AMSGrad: running maxima of the second moments, updated in place. Empty:
             plain Adam.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
@@ -128,8 +131,8 @@ def adam_step_(
         "scales": scales,
     }
     for argument, tensors in {**written, "grads": grads}.items():
-        checks.check_tensors(name, argument, tensors, ("cpu", "cuda"))
-    checks.check_numbers(name, {"beta1": beta1, "beta2": beta2, "eps": eps, "grad_scale": grad_scale})
+        checks.check_tensors(name, argument, tensors, checks.BOTH)
+    checks.check_numbers(name, {"beta1": beta1, "beta2": beta2, "eps": eps})
     lrs, decays = checks.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
     if not isinstance(step, (int, list, tuple)):
         raise TypeError(f"{name}: step is a {type(step).__name__}, wanted a whole number, or a list of them")
@@ -137,7 +140,7 @@ def adam_step_(
     if not any((params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, param_outs)):
         return  # without a tensor there is no device to dispatch on
     moments = [list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs)]
-    numbers = [lrs, beta1, beta2, eps, decays, decoupled_decay, maximize, grad_scale]
+    numbers = [lrs, beta1, beta2, eps, decays, decoupled_decay, maximize, *checks.scale_of(name, grad_scale, skip)]
     changed = (tensor for tensors in written.values() for tensor in tensors)
     if _moments.are_codes(exp_avgs, scales):
         checks.check_whole(name, "seed", seed)
@@ -164,7 +167,7 @@ def norm_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         ValueError: wrong device, dtype or layout, or a tensor that requires grad while grad mode is on.
     """
     name = "zeropp.ops.norm_squares"
-    checks.check_tensors(name, "tensors", tensors, ("cpu", "cuda"))
+    checks.check_tensors(name, "tensors", tensors, checks.BOTH)
     if not tensors:  # no device to dispatch on
         return _fake_norm_squares([])
     sums, nonfinite = checks.call(name, torch.ops.zeropp.norm_squares.default, [list(tensors)], written=())

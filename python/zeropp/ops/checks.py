@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.nn import Parameter
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
 CPU = ("cpu",)
-BOTH = ("cpu", "cuda")
+BOTH = ("cpu", "cuda", *(["sim"] if os.environ.get("ZEROPP_CUDA_DRIVER") else []))
+"""The devices of operators that have CUDA kernels. "sim" is the simulated GPU of tests/sim."""
 
 Gradients = dict[str, tuple[Callable[..., Any], Callable[..., Any]]]
 """The backward of each operator that has one, and what keeps its inputs for that."""
@@ -113,6 +115,22 @@ def rates_of(name: str, rates: Mapping[str, float | Sequence[float]]) -> list[li
             assert isinstance(value, (int, float))
             lists.append([float(value)])
     return lists
+
+
+def skips_of(name: str, skip: Tensor | None) -> list[Tensor]:
+    """Return the list that operators take for ``skip``, which has no tensor for None."""
+    words = [] if skip is None else [skip]
+    check_tensors(name, "skip", words, BOTH)
+    return words
+
+
+def scale_of(name: str, grad_scale: float | Tensor, skip: Tensor | None) -> list[object]:
+    """Return the three arguments that operators take for ``grad_scale``, a number or a tensor, and ``skip``."""
+    if isinstance(grad_scale, Tensor):
+        check_tensors(name, "grad_scale", [grad_scale], BOTH)
+        return [1.0, [grad_scale], skips_of(name, skip)]
+    check_numbers(name, {"grad_scale": grad_scale})
+    return [grad_scale, [], skips_of(name, skip)]
 
 
 def prefix_of(name: str) -> str:

@@ -34,7 +34,8 @@ def lamb_step_(
     weight_decay: float | Sequence[float] = 0.0,
     trust: tuple[float, float] = (0.0, 10.0),
     maximize: bool = False,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
     param_outs: Sequence[Tensor] = (),
     scales: Sequence[Tensor] = (),
     seed: int = 0,
@@ -57,7 +58,9 @@ def lamb_step_(
         weight_decay: strength of the decay, which is part of u; one number, or one a tensor.
         trust: least and greatest r, 0 <= least <= greatest.
         maximize: climb instead of descend.
-        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale. A number, or an fp32 tensor of one
+            element where the parameters are, whose value is read when the step runs there.
+        skip: int32 tensor of one element where the parameters are. If it is not 0 when the step runs there, nothing is written.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
         scales: of moments in uint8 only: fp32, ``moments_scales(elems)`` for each of ``exp_avgs``, then for each of
             ``exp_avg_sqs``; updated in place.
@@ -67,9 +70,7 @@ def lamb_step_(
         TypeError, ValueError: as ``lion_step_``; nothing was written.
     """
     least, most = trust
-    rates = {
-        "beta1": beta1, "beta2": beta2, "eps": eps, "trust_least": least, "trust_most": most, "grad_scale": grad_scale,
-    }  # fmt: skip
+    rates = {"beta1": beta1, "beta2": beta2, "eps": eps, "trust_least": least, "trust_most": most}
     checks.check_numbers(_NAME, rates)
     lrs, decays = checks.rates_of(_NAME, {"lr": lr, "weight_decay": weight_decay})
     low = _moments.are_codes(exp_avgs, scales)
@@ -82,7 +83,7 @@ def lamb_step_(
     steps = checks.steps_of(_NAME, step, params)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
-    numbers = [lrs, beta1, beta2, eps, decays, least, most, maximize, grad_scale]
+    numbers = [lrs, beta1, beta2, eps, decays, least, most, maximize, *checks.scale_of(_NAME, grad_scale, skip)]
     written = [*params, *exp_avgs, *exp_avg_sqs, *scales, *param_outs]
     tensors_of = list(map(list, lists.values()))
     if low:
@@ -104,7 +105,8 @@ def lamb_moments_(
     eps: float = 1e-6,
     weight_decay: float | Sequence[float] = 0.0,
     maximize: bool = False,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
 ) -> Tensor:
     """Take the first half of a step of LAMB, for tensors in pieces, whose norms are sums over pieces: 24 bytes a parameter.
 
@@ -116,15 +118,15 @@ def lamb_moments_(
         grads: as many, with the same numbers of elements; fp32, bf16 or fp16.
         exp_avgs: fp32, first moments, updated in place.
         exp_avg_sqs: fp32, second moments, updated in place.
-        step, beta1, beta2, eps, weight_decay, maximize, grad_scale: as ``lamb_step_`` has them.
+        step, beta1, beta2, eps, weight_decay, maximize, grad_scale, skip: as ``lamb_step_`` has them.
 
     Returns:
-        float64 ``[tensors, 2]``, where the tensors are: sums of squares of p, and of u.
+        float64 ``[tensors, 2]``, where the tensors are: sums of squares of p, and of u; zeros if the step is skipped.
 
     Raises:
         TypeError, ValueError: as ``lion_step_``; nothing was written.
     """
-    checks.check_numbers(_MOMENTS, {"beta1": beta1, "beta2": beta2, "eps": eps, "grad_scale": grad_scale})
+    checks.check_numbers(_MOMENTS, {"beta1": beta1, "beta2": beta2, "eps": eps})
     (decays,) = checks.rates_of(_MOMENTS, {"weight_decay": weight_decay})
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     for argument, tensors in lists.items():
@@ -132,7 +134,16 @@ def lamb_moments_(
     steps = checks.steps_of(_MOMENTS, step, params)
     if not any(lists.values()):
         return _sums([])  # without a tensor there is no device to dispatch on
-    arguments = [*map(list, lists.values()), steps, beta1, beta2, eps, decays, maximize, grad_scale]
+    arguments = [
+        *map(list, lists.values()),
+        steps,
+        beta1,
+        beta2,
+        eps,
+        decays,
+        maximize,
+        *checks.scale_of(_MOMENTS, grad_scale, skip),
+    ]
     sums: Tensor = checks.call(_MOMENTS, torch.ops.zeropp.lamb_moments_.default, arguments, [*exp_avgs, *exp_avg_sqs])
     return sums
 

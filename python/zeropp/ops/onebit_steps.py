@@ -32,6 +32,7 @@ def frozen_adam_step_(
     eps: float | Sequence[float] = 1e-8,
     decay: float | Sequence[float] = 0.0,
     param_outs: Sequence[Tensor] = (),
+    skip: Tensor | None = None,
 ) -> None:
     """Take one step of Adam with a momentum and a variance that are there, in one pass: 16 bytes a parameter.
 
@@ -48,6 +49,7 @@ def frozen_adam_step_(
         eps: added to the denominator, eps >= 0; one number, or one a tensor.
         decay: ``lr * weight_decay``, the share of p that goes; one number, or one a tensor.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
+        skip: int32 tensor of one element where the parameters are. If it is not 0 when the step runs there, nothing is written.
 
     Raises:
         TypeError, ValueError: as ``lion_step_``; nothing was written.
@@ -60,7 +62,7 @@ def frozen_adam_step_(
     steps = checks.steps_of(_FROZEN, variance_step, params)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
-    arguments = [*map(list, lists.values()), steps, sizes, decays, beta2, all_eps]
+    arguments = [*map(list, lists.values()), steps, sizes, decays, beta2, all_eps, checks.skips_of(_FROZEN, skip)]
     checks.call(_FROZEN, torch.ops.zeropp.frozen_adam_step_.default, arguments, [*params, *param_outs])
 
 
@@ -76,7 +78,8 @@ def zero_one_adam_step_(
     beta2: float = 0.999,
     eps: float | Sequence[float] = 1e-8,
     decay: float | Sequence[float] = 0.0,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
     moved: Sequence[Tensor] = (),
     anchors: Sequence[Tensor] = (),
     param_outs: Sequence[Tensor] = (),
@@ -98,7 +101,9 @@ def zero_one_adam_step_(
         beta2: decay of the variance while it was learned, 0 <= beta2 < 1.
         eps: added to the denominator, eps >= 0; one number, or one a tensor.
         decay: ``lr * weight_decay``, the share of p that goes; one number, or one a tensor.
-        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale. A number, or an fp32 tensor of one
+            element where the parameters are, whose value is read when the step runs there.
+        skip: int32 tensor of one element where the parameters are. If it is not 0 when the step runs there, nothing is written.
         moved: fp32, u, what was moved since the ranks last agreed, updated in place. Empty: not kept.
         anchors: fp32, the parameters as the ranks last agreed on them, updated in place. Empty: not kept.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
@@ -106,7 +111,7 @@ def zero_one_adam_step_(
     Raises:
         TypeError, ValueError: as ``lion_step_``; nothing was written.
     """
-    checks.check_numbers(_ZERO_ONE, {"beta1": beta1, "beta2": beta2, "grad_scale": grad_scale})
+    checks.check_numbers(_ZERO_ONE, {"beta1": beta1, "beta2": beta2})
     sizes, decays, all_eps = checks.rates_of(_ZERO_ONE, {"step_size": step_size, "decay": decay, "eps": eps})
     lists = {
         "params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "moved": moved,
@@ -117,7 +122,8 @@ def zero_one_adam_step_(
     steps = checks.steps_of(_ZERO_ONE, variance_step, params)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
-    arguments = [*map(list, lists.values()), steps, sizes, decays, beta1, beta2, all_eps, grad_scale]
+    arguments = [*map(list, lists.values()), steps, sizes, decays, beta1, beta2, all_eps]
+    arguments += checks.scale_of(_ZERO_ONE, grad_scale, skip)
     written = [*params, *exp_avgs, *moved, *anchors, *param_outs]
     checks.call(_ZERO_ONE, torch.ops.zeropp.zero_one_adam_step_.default, arguments, written)
 

@@ -26,7 +26,8 @@ def lion_step_(
     beta2: float = 0.99,
     weight_decay: float | Sequence[float] = 0.0,
     maximize: bool = False,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
     param_outs: Sequence[Tensor] = (),
     step: int | Sequence[int] | None = None,
     scales: Sequence[Tensor] = (),
@@ -49,7 +50,9 @@ def lion_step_(
         beta2: decay of the momentum, 0 <= beta2 < 1.
         weight_decay: strength of the decoupled decay; one number, or one a tensor.
         maximize: climb instead of descend.
-        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale. A number, or an fp32 tensor of one
+            element where the parameters are, whose value is read when the step runs there.
+        skip: int32 tensor of one element where the parameters are. If it is not 0 when the step runs there, nothing is written.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
         step: of a momentum that is not fp32: t of this update, counted from 1; one number, or one a tensor.
         scales: of uint8 only: fp32, ``moments_scales(elems, first)`` for each tensor; updated in place.
@@ -63,9 +66,9 @@ def lion_step_(
             tensor that requires grad while grad mode is on; a rate out of range. Nothing was written.
     """
     name = "zeropp.ops.lion_step_"
-    checks.check_numbers(name, {"beta1": beta1, "beta2": beta2, "grad_scale": grad_scale})
+    checks.check_numbers(name, {"beta1": beta1, "beta2": beta2})
     lrs, decays = checks.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
-    numbers = [lrs, beta1, beta2, decays, maximize, grad_scale]
+    numbers = [lrs, beta1, beta2, decays, maximize, *checks.scale_of(name, grad_scale, skip)]
     low = _Low(step, scales, seed, streams, firsts)
     _step("lion_step_", params, grads, "exp_avgs", exp_avgs, param_outs, [], numbers, low)
 
@@ -81,7 +84,8 @@ def adagrad_step_(
     eps: float = 1e-10,
     weight_decay: float | Sequence[float] = 0.0,
     maximize: bool = False,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
     param_outs: Sequence[Tensor] = (),
     scales: Sequence[Tensor] = (),
     seed: int = 0,
@@ -102,7 +106,9 @@ def adagrad_step_(
         eps: added to the denominator.
         weight_decay: strength of the L2 penalty; one number, or one a tensor.
         maximize: climb instead of descend.
-        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale. A number, or an fp32 tensor of one
+            element where the parameters are, whose value is read when the step runs there.
+        skip: int32 tensor of one element where the parameters are. If it is not 0 when the step runs there, nothing is written.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
         scales, seed, streams, firsts: of states that are not fp32, as ``lion_step_`` has them.
 
@@ -110,9 +116,9 @@ def adagrad_step_(
         TypeError, ValueError: as ``lion_step_``.
     """
     name = "zeropp.ops.adagrad_step_"
-    checks.check_numbers(name, {"lr_decay": lr_decay, "eps": eps, "grad_scale": grad_scale})
+    checks.check_numbers(name, {"lr_decay": lr_decay, "eps": eps})
     lrs, decays = checks.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
-    numbers = [lrs, lr_decay, eps, decays, maximize, grad_scale]
+    numbers = [lrs, lr_decay, eps, decays, maximize, *checks.scale_of(name, grad_scale, skip)]
     steps, low = [checks.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
     _step("adagrad_step_", params, grads, "state_sums", state_sums, param_outs, steps, numbers, low)
 
@@ -129,7 +135,8 @@ def sgd_step_(
     weight_decay: float | Sequence[float] = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
     param_outs: Sequence[Tensor] = (),
     scales: Sequence[Tensor] = (),
     seed: int = 0,
@@ -153,7 +160,9 @@ def sgd_step_(
         weight_decay: strength of the L2 penalty; one number, or one a tensor.
         nesterov: Nesterov's form; wants momentum > 0 and dampening 0.
         maximize: climb instead of descend.
-        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale.
+        grad_scale: multiplies every gradient first: clip factor, or 1 / loss scale. A number, or an fp32 tensor of one
+            element where the parameters are, whose value is read when the step runs there.
+        skip: int32 tensor of one element where the parameters are. If it is not 0 when the step runs there, nothing is written.
         param_outs: fp32, bf16 or fp16 tensors that receive a copy of the new parameters. Empty: none.
         scales, seed, streams, firsts: of states that are not fp32, as ``lion_step_`` has them.
 
@@ -161,9 +170,9 @@ def sgd_step_(
         TypeError, ValueError: as ``lion_step_``.
     """
     name = "zeropp.ops.sgd_step_"
-    checks.check_numbers(name, {"momentum": momentum, "dampening": dampening, "grad_scale": grad_scale})
+    checks.check_numbers(name, {"momentum": momentum, "dampening": dampening})
     lrs, decays = checks.rates_of(name, {"lr": lr, "weight_decay": weight_decay})
-    numbers = [lrs, momentum, dampening, decays, nesterov, maximize, grad_scale]
+    numbers = [lrs, momentum, dampening, decays, nesterov, maximize, *checks.scale_of(name, grad_scale, skip)]
     steps, low = [checks.steps_of(name, step, params)], _Low(step, scales, seed, streams, firsts)
     _step("sgd_step_", params, grads, "momentum_buffers", momentum_buffers, param_outs, steps, numbers, low)
 
@@ -197,7 +206,7 @@ def _step(
         steps = [_moments.places_of(name, params, low.step, low.streams, low.firsts), low.seed]
         op = op.replace("step_", "step_low_")
     for argument, tensors in lists.items():
-        checks.check_tensors(name, argument, tensors, ("cpu", "cuda"))
+        checks.check_tensors(name, argument, tensors, checks.BOTH)
     if not any(lists.values()):
         return  # without a tensor there is no device to dispatch on
     arguments = [*map(list, lists.values()), *steps, *numbers]
@@ -214,7 +223,7 @@ def _arguments_of(op: str) -> tuple[list[str], list[str]]:
     """Return the names of an operator's arguments, and of those that are lists of states, from its schema."""
     arguments = getattr(torch.ops.zeropp, op).default._schema.arguments
     lists = [argument.name for argument in arguments if str(argument.type) == "List[Tensor]"]
-    others = ("params", "grads", "scales", "param_outs")
+    others = ("params", "grads", "scales", "param_outs", "grad_scales", "skips")
     return [argument.name for argument in arguments], [name for name in lists if name not in others]
 
 
