@@ -8,6 +8,7 @@
 #   make fuzz     every tests/fuzz/*.c for FUZZ_SECONDS (20)
 #   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
 #   make wheel    a cp310-abi3 wheel in dist/, with CUDA kernels for sm_75 to sm_120
+#   make wheels   the wheels of a release: manylinux_2_28 for x86-64 and aarch64, with a compiler from PyPI
 #   make clean    what builds made (not .venv, not out/)
 #
 # PYTHON= picks the interpreter, TORCH_INDEX= another index of torch wheels (see scripts/venv.sh).
@@ -19,7 +20,7 @@ export PYTHON TORCH_INDEX CC
 
 INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
 
-.PHONY: demo test test-quick lint sanitize fuzz bench wheel clean build-demo build-test build-lint build-bench
+.PHONY: demo test test-quick lint sanitize fuzz bench wheel wheels clean build-demo build-test build-lint build-bench
 .DELETE_ON_ERROR:
 
 # One stamp an extra: the environment is made once, and again when what it is made from changes.
@@ -63,6 +64,9 @@ wheel: $(VENV)/.installed-test $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
 	ZEROPP_KERNELS=1 $(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(PY) -m abi3audit --strict --report dist/zeropp-*.whl >/dev/null
 	@ls dist/zeropp-*.whl
+
+wheels: $(VENV)/.installed-wheels $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
+	$(PY) scripts/wheels.py
 
 clean:
 	rm -rf build dist python/*.egg-info python/zeropp/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,11 @@ wheel (cp310-abi3) serves every Python >= 3.10.
 Found and used when present, left out when absent: nvcc (``*_cuda.cu`` become fat binaries inside the extension; the
 extra ``cuda`` brings one from PyPI) and liburing (linked statically). Variables: ``CC``, ``CFLAGS``, ``LDFLAGS`` as
 usual; ``NVCC`` (empty: none); ``ZEROPP_KERNELS=1``: a build without CUDA kernels, or without one of GPU_CODE, fails;
-``ZEROPP_JOBS`` compilers at once (2); ``ZEROPP_WERROR=0`` lets warnings pass.
+``ZEROPP_JOBS`` compilers at once (2); ``ZEROPP_WERROR=0`` lets warnings pass; ``ZEROPP_LIBURING``: a folder with
+include/ and liburing.a in place of the machine's.
+
+``ZEROPP_TARGET=aarch64-linux-gnu.2.28`` builds for another machine, or for an older C library, with the compiler of the
+package ``ziglang``; the wheel then is a manylinux wheel. scripts/wheels.py makes all wheels so.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-OBJECTS = ROOT / "build" / "obj"
+TARGET = os.environ.get("ZEROPP_TARGET", "")  # machine-linux-gnu.glibc; empty: this machine, and its compiler
+OBJECTS = ROOT / "build" / (TARGET or "obj")
+IMAGES = ROOT / "build" / "images"  # of GPUs: the same for every target
 
 LIMITED_API = "0x030a0000"
 WARNINGS = "-Wall -Wextra -Wshadow -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes -Wvla".split()
@@ -49,7 +55,8 @@ ISA_FLAGS = {
     "avx2": [*AVX2, "-DZPP_ISA=avx2", "-DZPP_LANES=16"],
     "avx512": [*AVX512, "-DZPP_ISA=avx512", "-DZPP_LANES=16"],
 }
-IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+MACHINE = TARGET.partition("-")[0] or platform.machine().lower()
+IS_X86 = MACHINE in ("x86_64", "amd64")
 
 GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last for what comes after
 # `ptxas -v` reports a kernel on two lines.
@@ -107,8 +114,18 @@ def quietly(command: list[str]) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def compiler() -> list[str]:
+    if "CC" in os.environ or not TARGET:
+        return shlex.split(os.environ.get("CC", "cc"))
+    return [sys.executable, "-m", "ziglang", "cc", "-target", TARGET]
+
+
 def liburing() -> tuple[list[str], list[str]]:
     """Flags to compile and to link with a static liburing; empty where there is none."""
+    if named := os.environ.get("ZEROPP_LIBURING"):
+        return ["-DZPP_HAVE_URING=1", f"-I{named}/include"], [f"{named}/liburing.a"]
+    if TARGET:
+        return [], []  # the machine's own is of another architecture, or needs a newer C library
     libdir = quietly(["pkg-config", "--variable=libdir", "liburing"])
     archive = Path(libdir or "/nonexistent") / "liburing.a"
     if not archive.is_file():
@@ -201,11 +218,13 @@ class Builder:
 
     def __init__(self, folder: Path = OBJECTS, mode: Sequence[str] = RELEASE) -> None:
         self.folder, self.mode = folder, list(mode)
-        self.cc = shlex.split(os.environ.get("CC", "cc"))
+        self.images = IMAGES if folder == OBJECTS else folder
+        self.cc = compiler()
         self.extra = shlex.split(os.environ.get("CFLAGS", ""))
         self.werror = [] if os.environ.get("ZEROPP_WERROR") == "0" else ["-Werror"]
         self.uring_cflags, self.uring_libs = liburing()
-        self.python = [f"-I{sysconfig.get_paths()['include']}"]
+        # A system header may define again what the C library of another target defines.
+        self.python = ["-isystem", sysconfig.get_paths()["include"]]
         # Which compiler "cc" is belongs to the command: another one must not reuse its objects.
         self.identity = quietly([*self.cc, "--version"]) or ""
 
@@ -238,7 +257,7 @@ class Builder:
 
     def fatbin(self, nvcc: str, arch: list[str], source: Path) -> Path:
         relative = source.relative_to(ROOT)
-        target = self.folder / relative.with_suffix(".cu.fatbin")  # X_cuda.c lies beside X_cuda.cu: X_cuda.d is its own
+        target = self.images / relative.with_suffix(".cu.fatbin")  # X_cuda.c lies beside X_cuda.cu: X_cuda.d is its own
         flags = [*arch, "-O3", "-std=c++17", "-fmad=false", "--threads=2", "-Werror=all-warnings", "-Xptxas=-v"]
         outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(relative), "-o", str(target)]
         name = f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)"
@@ -290,7 +309,10 @@ class Builder:
 
     def link(self, objects: list[Path], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        flags = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-Wl,-z,relro,-z,now", "-Wl,--gc-sections"]
+        exports = self.folder / "exports.map"  # liburing's symbols stay inside
+        write_if_changed(exports, "{ global: PyInit__C; local: *; };\n")
+        flags = ["-shared", "-pthread", f"-Wl,--version-script={exports}", "-Wl,-z,relro,-z,now", "-Wl,--gc-sections"]
+        flags += ["-s", "-Wl,--build-id=none"] if TARGET else []  # equal bytes from equal sources
         libs = [*self.uring_libs, "-ldl", "-lm"]
         extra = [*self.extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
         partial = target.with_name(target.name + ".part")
@@ -321,10 +343,18 @@ class BuildPy(build_py):
         super().run()
 
 
+def wheel_options() -> dict[str, str]:
+    options = {"py_limited_api": "cp310"}
+    if TARGET:
+        glibc = TARGET.partition("-gnu.")[2].replace(".", "_")
+        options["plat_name"] = f"manylinux_{glibc}_{MACHINE}"
+    return options
+
+
 if __name__ == "__main__":
     setup(
         version=version(),
         ext_modules=[Extension("zeropp._C", sources=["csrc/bind/module.c"], py_limited_api=True)],
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+        options={"bdist_wheel": wheel_options()},
     )

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the wheels of a release on one x86-64 Linux machine, and check them.
+
+    python scripts/wheels.py [--out dist] [--machine x86_64 aarch64] [--no-kernels]
+
+Each wheel serves every Python >= 3.10 (cp310-abi3) and every Linux with glibc >= 2.28 of its architecture. The compiler
+is the package ``ziglang``, which brings the C libraries of other machines; nvcc is the machine's or that of the extra
+``cuda``; liburing is Debian's static library of the architecture. Two builds of one commit have equal bytes: the times
+in a wheel are those of the commit (or of SOURCE_DATE_EPOCH).
+
+ZEROPP_LIBURING names a folder with include/ and MACHINE/liburing.a where the machine has no apt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GLIBC = (2, 28)
+DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
+LARGEST_MB = 12
+
+
+def call(command: list[str], **variables: str) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                          env={**os.environ, **variables})  # fmt: skip
+    if done.returncode:
+        sys.exit(f"wheels: {' '.join(command)}: exit status {done.returncode}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def debian_package(name: str, architecture: str, folder: Path) -> Path:
+    """Download a package of another architecture without root: apt keeps what it needs to know in ``folder``."""
+    for part in ("lists/partial", "cache/archives/partial"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "status").touch()
+    options = {
+        "Dir::State::lists": folder / "lists", "Dir::State::status": folder / "status", "Dir::Cache": folder / "cache",
+        "APT::Architecture": architecture, "APT::Architectures": architecture, "APT::Sandbox::User": "root",
+    }  # fmt: skip
+    apt = ["apt-get", "-qq", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
+    call([*apt, "update"])
+    subprocess.run([*apt, "download", name], cwd=folder, check=True)
+    return next(folder.glob(f"{name}_*_{architecture}.deb"))
+
+
+def liburing(machine: str) -> Path:
+    """Return a folder with include/ and liburing.a of that architecture."""
+    if named := os.environ.get("ZEROPP_LIBURING"):
+        return Path(named) / machine
+    made = ROOT / "build" / "liburing" / machine
+    if (made / "liburing.a").is_file():
+        return made
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        sys.exit(
+            "wheels: liburing of another architecture comes from Debian, and there is no apt-get and dpkg-deb here. "
+            "Set ZEROPP_LIBURING to a folder with MACHINE/include and MACHINE/liburing.a"
+        )
+    work = made.with_name(f"{machine}-apt")
+    package = debian_package("liburing-dev", DEBIAN[machine], work)
+    call(["dpkg-deb", "-x", str(package), str(work / "files")])
+    made.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(work / "files/usr/include", made / "include", dirs_exist_ok=True)
+    headers = made / "include" / f"{machine}-linux-gnu"  # where Debian keeps what differs between architectures
+    if headers.is_dir():
+        shutil.copytree(headers, made / "include", dirs_exist_ok=True)
+    (archive,) = (work / "files/usr/lib").rglob("liburing.a")
+    shutil.copy(archive, made / "liburing.a")
+    shutil.rmtree(work)
+    return made
+
+
+def build(machine: str, out: Path, kernels: bool) -> Path:
+    """Build one wheel; ``kernels``: without the CUDA kernels it fails."""
+    variables = {
+        "ZEROPP_TARGET": f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}",
+        "ZEROPP_LIBURING": str(liburing(machine)),
+        "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or call(["git", "log", "-1", "--format=%ct"]).strip(),
+        "PYTHONHASHSEED": "0",
+        "ZEROPP_KERNELS": "1" if kernels else "0",
+    }
+    if not kernels:
+        variables["NVCC"] = ""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir"]
+    made = out / machine
+    shutil.rmtree(made, ignore_errors=True)
+    call([*pip, str(made), "."], **variables)
+    (wheel,) = made.glob("*.whl")
+    placed = out / wheel.name
+    shutil.move(wheel, placed)
+    made.rmdir()
+    return placed
+
+
+def faults(wheel: Path, machine: str) -> list[str]:
+    """Return what is wrong with the C module of a wheel: its machine, symbols, relocations and size."""
+    from elftools.elf.dynamic import DynamicSection
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.gnuversions import GNUVerNeedSection
+
+    module = ELFFile(BytesIO(zipfile.ZipFile(wheel).read("zeropp/_C.abi3.so")))
+    found = []
+    wanted = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}[machine]
+    if module["e_machine"] != wanted:
+        found.append(f"machine {module['e_machine']}, wanted {wanted}")
+    for section in module.iter_sections():
+        if isinstance(section, DynamicSection):
+            tags = [tag.entry.d_tag for tag in section.iter_tags()]
+            found += ["text relocations"] if "DT_TEXTREL" in tags else []
+            needed = {tag.needed for tag in section.iter_tags("DT_NEEDED")}
+            allowed = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-aarch64.so.1",
+                       "ld-linux-x86-64.so.2"}  # fmt: skip
+            found += [f"needs {name}" for name in sorted(needed - allowed)]
+        if isinstance(section, GNUVerNeedSection):
+            for _, versions in section.iter_versions():
+                for version in versions:
+                    name = version.name.removeprefix("GLIBC_")
+                    numbers = tuple(int(part) for part in name.split(".")) if name[0].isdigit() else None
+                    if numbers is None or numbers[:2] > GLIBC:
+                        found.append(f"symbol version {version.name}, wanted at most GLIBC_{GLIBC[0]}.{GLIBC[1]}")
+    exported = [
+        symbol.name
+        for symbol in module.get_section_by_name(".dynsym").iter_symbols()
+        if symbol["st_shndx"] != "SHN_UNDEF" and symbol["st_info"]["bind"] != "STB_LOCAL"
+    ]
+    if exported != ["PyInit__C"]:
+        found.append(f"exports {exported}, wanted PyInit__C alone")
+    if wheel.stat().st_size > LARGEST_MB * 2**20:
+        found.append(f"{wheel.stat().st_size / 2**20:.1f} MiB, wanted at most {LARGEST_MB}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--machine", nargs="+", choices=sorted(DEBIAN), default=list(DEBIAN))
+    parser.add_argument("--no-kernels", action="store_true", help="leave the CUDA kernels out, to try a build")
+    options = parser.parse_args()
+    status = 0
+    for machine in options.machine:
+        wheel = build(machine, options.out, not options.no_kernels)
+        wrong = faults(wheel, machine)
+        audit = call([sys.executable, "-m", "auditwheel", "show", str(wheel)])
+        if f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}" not in audit:
+            wrong.append("auditwheel does not call it manylinux: " + " ".join(audit.split()))
+        call([sys.executable, "-m", "abi3audit", "--strict", str(wheel)])
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        print(f"{wheel.name}  {wheel.stat().st_size / 2**20:.2f} MiB  sha256 {digest[:16]}")
+        for fault in wrong:
+            print(f"  {fault}")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
