@@ -106,6 +106,42 @@ def resume(folder: Path) -> dict[str, Any]:
     return found
 
 
+LENGTHS = [8, 8, 16, 16, 24, 24]
+WARM_UP = {"stage": 3, "efficiency": {"seq_length": {"start": 8, "end": 24, "steps": 4, "multiple": 8}}}
+
+
+class CutsByHand(transformers.Trainer):
+    """Stock Trainer over batches that are cut by the number of the step, before their tokens are counted."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        length = LENGTHS[self.state.global_step]
+        short = ({key: one[:, :length].contiguous() for key, one in batch.items()} for batch in epoch_iterator)
+        return super().get_batch_samples(short, num_batches, device)
+
+
+class Masked(Rows):
+    """Rows of which some have few labels, so that the micro-steps of a step count different numbers of tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.rows[index].clone()
+        labels[: (5 * index) % 7] = -100
+        return {"input_ids": self.rows[index], "labels": labels}
+
+
+def warm_up(folder: Path) -> dict[str, Any]:
+    """Sequence-length warm-up against batches cut by hand, and resumed; evaluation sees whole sequences."""
+
+    def run(module: Any, cls: Any, resume: Any = None, **more: Any) -> Any:
+        wanted = arguments(module.TrainingArguments, folder / module.__name__, **EVALUATES, **more)
+        trainer = cls(model=llama(), args=wanted, train_dataset=Masked(96, 1), eval_dataset=HELD_OUT)
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer)
+
+    through = run(zeropp.hf, zeropp.hf.Trainer, zeropp=WARM_UP)
+    again = run(zeropp.hf, zeropp.hf.Trainer, str(folder / "zeropp.hf" / "checkpoint-3"), zeropp=WARM_UP)
+    return {"by hand": run(transformers, CutsByHand), "zeropp": through, "again": again}
+
+
 def adapters(folder: Path) -> dict[str, Any]:
     """LoRA over frozen weights with activation checkpointing, both kinds; adapter files load without zeropp."""
     import peft
@@ -433,6 +469,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "accelerate_loop": accelerate_loop,
     "parity": parity,
     "resume": resume,
+    "warm_up": warm_up,
     "adapters": adapters,
     "low_precision": low_precision,
     "sequences": sequences,

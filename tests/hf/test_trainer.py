@@ -42,6 +42,13 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(stage, answer):
         assert found[f"{stage} weights apart"] == 0.0
 
 
+@pytest.mark.hf_case("warm_up")
+def test_sequence_length_warm_up_equals_batches_cut_by_hand(answer):
+    for found in answer("warm_up"):
+        assert len(found["by hand"]) == 8 and apart(found["by hand"], found["zeropp"]) < FP32
+        assert found["again"] == found["zeropp"]
+
+
 @pytest.mark.hf_case("adapters")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_lora_over_partitioned_weights_with_checkpointing(reentrant, answer):

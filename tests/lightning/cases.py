@@ -173,6 +173,47 @@ def resume(folder: Path) -> dict[str, Any]:
     return found
 
 
+LENGTHS = [2, 2, 4, 4]
+
+
+def warm_up(folder: Path) -> dict[str, Any]:
+    """Sequence-length warm-up against batches cut by hand: (loss, length) of training, then of validation."""
+    tokens = torch.arange(32 * 6).view(32, 6) % 11
+
+    class Sequences(pl.LightningModule):
+        def __init__(self, by_hand: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11))
+            self.by_hand, self.seen = by_hand, []
+
+        def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(self.net(inputs).transpose(1, 2), targets)
+            self.seen.append([loss.item(), inputs.shape[1]])
+            return loss
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            if self.by_hand:
+                batch = [one[:, : LENGTHS[self.global_step]] for one in batch]
+            return self.loss(*batch)
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.loss(*batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    found: dict[str, Any] = {}
+    schedule = zeropp.Growth.at({0: 2, 2: 4})
+    for name in ("ddp", "zeropp"):
+        module = Sequences(name == "ddp")
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens, (tokens * 3) % 11), batch_size=4)
+        ours = zeropp.lightning.ZeroppStrategy(efficiency=zeropp.Efficiency(seq_length=schedule))
+        trainer(folder / name, ours if name == "zeropp" else name, 2).fit(module, loader, loader)
+        found[name] = module.seen
+    return found
+
+
 def ways(folder: Path) -> dict[str, Any]:
     """configure_model, manual optimization, bf16 autocast, the other package."""
     found: dict[str, Any] = {}
@@ -469,7 +510,7 @@ def refusals(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals, "several": several,
-    "upstream": upstream, "unfreezing": unfreezing,
+    "upstream": upstream, "unfreezing": unfreezing, "warm_up": warm_up,
 }  # fmt: skip
 
 

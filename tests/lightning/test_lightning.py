@@ -50,6 +50,14 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(strategy, answer):
         assert found["fitted again"] == 8 + 4, "one module, a second fit"
 
 
+@pytest.mark.lightning_case("warm_up")
+def test_sequence_length_warm_up_equals_batches_cut_by_hand(answer):
+    for found in answer("warm_up"):
+        assert [length for _, length in found["zeropp"]] == [length for _, length in found["ddp"]]
+        assert {2, 4, 6} == {length for _, length in found["zeropp"]}
+        assert apart([loss for loss, _ in found["ddp"]], [loss for loss, _ in found["zeropp"]]) < FP32
+
+
 @pytest.mark.lightning_case("ways")
 def test_configure_model_manual_optimization_and_autocast(answer):
     for found in answer("ways"):
