@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "grad_path.h"
 #include "internal.h"
 
 static const uint64_t LINGER_NS = 100000000;
@@ -57,7 +58,7 @@ static void give_span(struct zpp_buckets *buckets, size_t offset_bytes) {
 
 unsigned char *zpp_bucket_of(const zpp_zero *zero, const struct zpp_unit *unit) {
     if (unit->grad->bucket_offset_bytes == ZPP_BUCKET_NONE) return NULL;
-    return (unsigned char *)zpp_region_base(zero->grads, zero->rank) + unit->grad->bucket_offset_bytes;
+    return zpp_grads_of_rank(zero, zero->rank) + unit->grad->bucket_offset_bytes;
 }
 
 uint8_t *zpp_bucket_flags(const zpp_zero *zero, const struct zpp_unit *unit) {
@@ -73,6 +74,7 @@ static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
 }
 
 void zpp_bucket_give(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    if (zero->path->give) zero->path->give(zero, grad);
     if (!grad->at_mapping && !zpp_keeps_buckets(zero)) give_span(&zero->buckets, grad->bucket_offset_bytes);
     grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
 }
@@ -186,7 +188,7 @@ zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct z
     if (zero->options.stage == 0 && grad->touched_params) return ZPP_OK; /* p.grad lives here: what was touched stays */
     memset(zpp_bucket_flags(zero, unit), 0, unit->params);
     grad->touched_params = 0;
-    return ZPP_OK;
+    return zero->path->take ? zero->path->take(zero, grad, err) : ZPP_OK;
 }
 
 void zpp_bucket_add_carry(const struct zpp_unit_grad *grad, unsigned char *to) {

@@ -100,6 +100,7 @@ static zpp_status exchange_all(zpp_zero *zero, uint64_t kind, const void *mine, 
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
                                struct zpp_err *err) {
     zpp_status status = zpp_zero_release_all(zero, err);
+    if (status == ZPP_OK && zero->placement->settle) status = zero->placement->settle(zero, wait, err);
     if (status != ZPP_OK) return status;
     const uint64_t began_ns = zpp_span_begin();
     uint64_t *all = votes ? votes : calloc((size_t)zero->ranks, sizeof *all);
@@ -121,10 +122,10 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct
     zpp_span_end(zero->step_ns, ZPP_SPAN_STEP, "step", 0);
     zero->step_ns = 0;
     zero->stepping = false;
-    if (zero->ranks == 1) return ZPP_OK;
+    if (zpp_zero_keeps_local_grads(zero)) return ZPP_OK;
     zpp_zero_publish(zero);
     const uint64_t began_ns = zpp_span_begin();
-    zpp_status status = zpp_barrier(zero->options.comm, wait, err);
+    zpp_status status = zero->ranks == 1 ? ZPP_OK : zpp_barrier(zero->options.comm, wait, err);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks have stepped", 0);
     if (status != ZPP_OK || zero->options.stage == 0) return status;
     for (int i = 0; i < zero->units_count; i++) {

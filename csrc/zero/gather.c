@@ -142,8 +142,15 @@ static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zp
         while (!zpp_unit_fits_ahead(zero, candidate))
             if (phase == ZPP_PHASE_BACKWARD || !drop_kept(zero, steps == 0)) return ZPP_OK;
         const zpp_status status = zpp_unit_gather_begin(zero, candidate, err);
-        if (status != ZPP_OK) return status;
+        if (status != ZPP_OK) return status == ZPP_AGAIN ? ZPP_OK : status; /* AGAIN: a whole unit has its memory */
     }
+}
+
+static zpp_status gather_now(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const zpp_status status = zpp_unit_gather_begin(zero, unit, err);
+    if (status != ZPP_AGAIN || !unit->placement->make_room) return status;
+    const zpp_status made = unit->placement->make_room(zero, unit, err);
+    return made == ZPP_OK ? zpp_unit_gather_begin(zero, unit, err) : made;
 }
 
 zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
@@ -152,7 +159,7 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     const uint64_t began_ns = unit->state == ZPP_UNIT_GATHERED ? 0 : zpp_now_ns();
     if (unit->state == ZPP_UNIT_SHARDED) {
-        const zpp_status status = zpp_unit_gather_begin(zero, unit, err);
+        const zpp_status status = gather_now(zero, unit, err);
         if (status != ZPP_OK) return status;
     }
     if (unit->state == ZPP_UNIT_GATHERING) {

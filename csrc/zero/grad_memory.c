@@ -59,7 +59,7 @@ void zpp_grad_memory_count(const zpp_zero *zero, struct zpp_zero_memory *out) {
 
 static zpp_status add_in_bucket(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     (void)err;
-    unsigned char *bucket = (unsigned char *)zpp_region_base(zero->grads, zero->rank) + grad->mapping_offset_bytes;
+    unsigned char *bucket = zpp_grads_of_rank(zero, zero->rank) + grad->mapping_offset_bytes;
     grad->shard = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_shard_bytes(grad));
     return ZPP_OK;
 }

@@ -77,6 +77,20 @@ struct zpp_grad_file {
 
 enum zpp_grad_file_state { ZPP_GRAD_FILE_ON_DISK, ZPP_GRAD_FILE_READING, ZPP_GRAD_FILE_LOADED, ZPP_GRAD_FILE_WRITING };
 
+/* --- an accelerator beside the host (pinned.c, grad_offload.c) -----------------------------------------------------
+ */
+struct zpp_pinned {
+    void **memory; /* page-locked for the device, until destroy */
+    size_t count, capacity, bytes;
+};
+
+struct zpp_grad_block;
+struct zpp_grad_blocks {
+    struct zpp_grad_block **all;
+    size_t count, capacity, bytes;
+    zpp_stream *down; /* copies to the host */
+};
+
 /* --- the coordinator ---------------------------------------------------------------------------------------------- */
 struct zpp_zero {
     struct zpp_zero_options options;
@@ -98,7 +112,11 @@ struct zpp_zero {
     int moving_count;
     zpp_range *range;           /* gathered units on cpu, at addresses that never change */
     zpp_unit_file *unit_file;   /* parameters in a file; NULL without any */
-    unsigned char *moving_base; /* addresses of units that move: of `range`, or the mapping of `unit_file` */
+    unsigned char *moving_base; /* addresses of units that move: of `range`, the mapping of `unit_file`, or `wrap` */
+    struct zpp_wrap *wrap;      /* whole units that move, on an accelerator (placement/wrapped.c) */
+    unsigned char *resident;    /* whole units that stay, there */
+    size_t resident_bytes;
+    struct zpp_pinned pinned;
 
     zpp_comm *intranode; /* hpZ: the ranks of this host; NULL without */
     unsigned char *secondary;
@@ -106,6 +124,7 @@ struct zpp_zero {
 
     /* gathering */
     zpp_stream *compute, *gather;
+    zpp_event *settled; /* this rank's copies that read shards are over */
     zpp_stream *arrive; /* nvme units: their reads end here, in order; `gather` begins them */
     struct zpp_aio_fault fault; /* of the last read that failed */
     struct zpp_trace trace;
@@ -134,6 +153,10 @@ struct zpp_zero {
     uint64_t backward_ns, step_ns; /* when they began, for zeropp.trace */
     double grad_scale;
     const struct zpp_grad_store *store; /* where reduced gradients live */
+    const struct zpp_grad_path *path;   /* how gradients come to their buckets */
+    struct zpp_grad_blocks blocks;
+    unsigned char *grads_alone; /* one rank beside an accelerator: buckets, private memory */
+    size_t grads_alone_bytes;
     bool delays_steps; /* files have two places for what a step touches (step_delayed.h) */
     pthread_mutex_t grad_pool_lock; /* guards `grad_pool` and shard_bytes: reductions borrow, steps give back */
     struct zpp_pooled_grad grad_pool[ZPP_POOLED_GRADS];
@@ -150,6 +173,17 @@ static inline zpp_device *zpp_zero_host(const zpp_zero *zero) {
 static inline zpp_device *zpp_zero_shards_device(const zpp_zero *zero) {
     return zero->options.shards == ZPP_SHARDS_ON_DEVICE ? zero->options.device : zpp_zero_host(zero);
 }
+
+/* Rank `rank`'s part of the shards of parameters, and of the buckets; without peers it is private memory. */
+static inline unsigned char *zpp_params_of_rank(const zpp_zero *zero, int rank) {
+    return zero->params ? zpp_region_base(zero->params, rank) : zero->alone;
+}
+static inline unsigned char *zpp_grads_of_rank(const zpp_zero *zero, int rank) {
+    return zero->grads ? zpp_region_base(zero->grads, rank) : zero->grads_alone;
+}
+
+/* One rank on the CPU: gradients are not reduced. */
+static inline bool zpp_zero_keeps_local_grads(const zpp_zero *zero) { return zero->ranks == 1 && !zero->options.host; }
 
 /* Stages 0 and 1: the reduced gradient is a part of the bucket. */
 static inline bool zpp_keeps_buckets(const zpp_zero *zero) { return zero->options.stage <= 1; }
@@ -174,6 +208,11 @@ void zpp_exchange_fini(zpp_zero *zero);
 void zpp_buffers_fini(zpp_zero *zero);
 /* Describe a descriptor, for messages; `ctx` is the zpp_zero. */
 void zpp_exchange_describe(void *ctx, const struct zpp_desc *desc, char *text, size_t capacity);
+
+/* --- pinned.c ----------------------------------------------------------------------------------------------------- */
+/* Page-lock host memory for the accelerator until destroy; nothing to do on the CPU. */
+zpp_status zpp_pin(zpp_zero *zero, void *memory, size_t bytes, struct zpp_err *err);
+void zpp_unpin_all(zpp_zero *zero);
 
 /* --- wire.c ------------------------------------------------------------------------------------------------------- */
 zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err);

@@ -8,6 +8,8 @@
  *   host_shared   in one copy a host, in shared memory                 never
  *   sharded       a shard a rank, in memory that all ranks map         reads the peers' shards
  *   sharded_net   a shard a rank, on several hosts                     an all-gather; with hpZ from secondary shards
+ *   offloaded     a shard a rank, in memory of the host                copies of the shards to an accelerator
+ *   offloaded_whole   the same, and whole on an accelerator            never; after a step, the shards of all ranks
  *   nvme          in a file that the ranks of a host share             a read of the whole unit
  *   nvme_net      in a file a rank, of its shards, on several hosts    a read of the shard, then an all-gather
  *
@@ -34,6 +36,9 @@ struct zpp_placement {
     bool (*reads)(const zpp_zero *zero); /* true if a read is under way; NULL: there is no file */
     void (*count_memory)(const zpp_zero *zero, struct zpp_zero_memory *out); /* adds to `out` */
 
+    /* Before the votes of a step: this rank's gathers read no shard any more. */
+    zpp_status (*settle)(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+
     /* --- one unit: its life --------------------------------------------------------------------------------------- */
     /* seal, before there is memory: where its values and addresses are to be. */
     zpp_status (*lay_out)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
@@ -42,6 +47,9 @@ struct zpp_placement {
 
     /* --- one unit: gathers ---------------------------------------------------------------------------------------- */
     zpp_status (*acquire)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* memory for the whole unit */
+    /* acquire said AGAIN, because other units are whole where this one would lie, and it is needed now: from here on
+     * acquire succeeds. unit->whole may change. NULL: acquire never says so. */
+    zpp_status (*make_room)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
     zpp_status (*release)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* that memory goes */
     /* Begin to fill it: everything launched on zero->compute before may still use the memory. */
     zpp_status (*gather)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
@@ -71,7 +79,8 @@ static inline unsigned char *zpp_unit_shard_of_whole(const struct zpp_unit *unit
 }
 
 extern const struct zpp_placement zpp_placement_replicated, zpp_placement_host_shared, zpp_placement_sharded,
-    zpp_placement_sharded_net, zpp_placement_nvme, zpp_placement_nvme_net;
+    zpp_placement_sharded_net, zpp_placement_nvme, zpp_placement_nvme_net, zpp_placement_offloaded,
+    zpp_placement_offloaded_whole;
 
 /* For placements whose whole units lie in the coordinator's range of addresses, or in its backing (sharded.c). */
 void zpp_range_lay_out(zpp_zero *zero, struct zpp_unit *unit);
@@ -80,6 +89,18 @@ zpp_status zpp_range_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 zpp_status zpp_range_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_range_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 size_t zpp_range_memory_bytes(const zpp_zero *zero); /* of whole units, and waiting for them */
+/* For placements whose whole units are on an accelerator (wrapped.c): those that move, and those that stay. */
+zpp_status zpp_wrapped_open(zpp_zero *zero, struct zpp_err *err);
+zpp_status zpp_wrapped_seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err);
+void zpp_wrapped_locate(zpp_zero *zero, struct zpp_unit *unit);
+zpp_status zpp_wrapped_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_wrapped_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_wrapped_make_room(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+void zpp_wrapped_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
+void zpp_resident_lay_out(zpp_zero *zero, struct zpp_unit *unit);
+zpp_status zpp_resident_make(zpp_zero *zero, struct zpp_err *err); /* seal: of all of them */
+void zpp_resident_locate(zpp_zero *zero, struct zpp_unit *unit);
+void zpp_wrapped_fini(zpp_zero *zero);
 /* For placements in a file (nvme.c): in the file `zero->unit_file`, elements [first, first + elems) of the unit. */
 zpp_status zpp_file_lay_out(zpp_zero *zero, struct zpp_unit *unit, size_t first_elem, size_t elems,
                             struct zpp_err *err);

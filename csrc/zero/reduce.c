@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "grad_path.h"
 #include "grad_store.h"
 #include "internal.h"
 
@@ -57,6 +58,28 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     unit->grad = NULL;
 }
 
+/* The accelerator writes to page-locked memory without a host that waits: to as much of the arena as may be in use, or
+ * to the buckets that stay. */
+static zpp_status pin_buckets(zpp_zero *zero, size_t arena_bytes, size_t bytes, struct zpp_err *err) {
+    const size_t bound = round_up(zero->options.bucket_bytes, ZPP_PAGE_BYTES);
+    size_t used_bytes = arena_bytes ? arena_bytes : bytes;
+    if (arena_bytes && bound && bound < used_bytes) used_bytes = bound;
+    return zpp_pin(zero, zpp_grads_of_rank(zero, zero->rank), used_bytes, err);
+}
+
+static zpp_status make_bucket_memory(zpp_zero *zero, size_t arena_bytes, size_t bytes, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    if (zero->options.comm) {
+        status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, bytes, &zero->grads, err);
+    } else {
+        void *memory = NULL;
+        status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, &memory, err);
+        zero->grads_alone = memory;
+        zero->grads_alone_bytes = bytes;
+    }
+    return status == ZPP_OK ? pin_buckets(zero, arena_bytes, bytes, err) : status;
+}
+
 /* The arena, then a mapping for each unit, also for those that are reserved: addresses cost nothing until they are
  * written to. Buckets of stages 0 and 1 lie in the mappings. */
 static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
@@ -76,8 +99,7 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
     const size_t board_bytes = round_up(24 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     const zpp_status status = zpp_exchange_init(zero, arena_bytes + mappings_bytes, board_bytes, err);
     if (status != ZPP_OK) return status;
-    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, arena_bytes + mappings_bytes + board_bytes,
-                             &zero->grads, err);
+    return make_bucket_memory(zero, arena_bytes, arena_bytes + mappings_bytes + board_bytes, err);
 }
 
 static zpp_status make_shards(zpp_zero *zero, struct zpp_err *err) {
@@ -89,7 +111,7 @@ static zpp_status make_shards(zpp_zero *zero, struct zpp_err *err) {
 }
 
 static zpp_status make_rings(zpp_zero *zero, struct zpp_err *err) {
-    if (zpp_internode(zero->options.comm)) return ZPP_OK;
+    if (!zero->options.comm || zpp_internode(zero->options.comm)) return ZPP_OK;
     zpp_status status = zpp_desc_ring_create(zero->options.comm, "reduce", &zero->ring, err);
     if (status == ZPP_OK && zero->options.stage == 0)
         status = zpp_desc_ring_create(zero->options.comm, "copy", &zero->copy_ring, err);
@@ -113,7 +135,8 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err) {
     zero->order = calloc((size_t)zero->units_count + 1, sizeof *zero->order);
     if (!zero->order) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the order of %d units", zero->units_count);
     list_order(zero, true);
-    if (zero->ranks == 1 || zero->order_count == 0) return make_shards(zero, err); /* nothing is reduced */
+    /* nothing is reduced */
+    if (zpp_zero_keeps_local_grads(zero) || zero->order_count == 0) return make_shards(zero, err);
     zpp_status status = make_rings(zero, err);
     if (status == ZPP_OK) status = make_buckets(zero, err);
     list_order(zero, false);
@@ -146,29 +169,51 @@ static zpp_status add_gradient(void *arg, void *native, const struct zpp_wait *w
     return ZPP_OK;
 }
 
+static zpp_status add_here(zpp_zero *zero, void *to, const void *from, size_t elems, zpp_dtype dtype,
+                           struct zpp_err *err) {
+    const struct add_args args = {to, from, elems, dtype};
+    return zpp_stream_launch(zero->compute, add_gradient, &args, sizeof args, err);
+}
+
+/* The reduction begins after what was launched so far. */
+static zpp_status send_here(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const zpp_status status = zpp_event_record(grad->written, zero->compute, err);
+    return status == ZPP_OK ? zpp_stream_wait(zero->reduce, grad->written, NULL, err) : status;
+}
+
+const struct zpp_grad_path zpp_grad_path_direct = {
+    .name = "direct",
+    .memory = zpp_bucket_of,
+    .add = add_here,
+    .send = send_here,
+};
+
 static zpp_status put_gradient(zpp_zero *zero, struct zpp_unit *unit, size_t param, const void *from,
                                struct zpp_err *err) {
     const size_t elems = unit->param_elems[param];
     const size_t bytes = elems * unit->grad->elem_bytes;
-    unsigned char *to = zpp_bucket_of(zero, unit) + unit->offset_elems[param] * unit->grad->elem_bytes;
+    unsigned char *to = zero->path->memory(zero, unit) + unit->offset_elems[param] * unit->grad->elem_bytes;
     uint8_t *touched = &zpp_bucket_flags(zero, unit)[param];
     const bool add = *touched && zero->options.stage > 0; /* stage 0: autograd itself adds to p.grad, a view of `to` */
     if (!*touched) unit->grad->touched_params++;
     *touched = 1;
     if (from == (const void *)to || elems == 0) return ZPP_OK;
     if (!add) return zpp_stream_copy(zero->compute, to, from, bytes, err);
-    const struct add_args args = { to, from, elems, unit->grad_dtype };
-    return zpp_stream_launch(zero->compute, add_gradient, &args, sizeof args, err);
+    return zero->path->add(zero, to, from, elems, unit->grad_dtype, err);
 }
 
 /* Before the bucket goes out: parameters without a gradient on this rank count as zeros. */
-static void clear_untouched(const zpp_zero *zero, struct zpp_unit *unit) {
+static zpp_status clear_untouched(const zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const uint8_t *touched = zpp_bucket_flags(zero, unit);
-    unsigned char *bucket = zpp_bucket_of(zero, unit);
+    unsigned char *bucket = zero->path->memory(zero, unit);
     const size_t bytes = unit->grad->elem_bytes;
-    if (unit->grad->touched_params == unit->params) return;
-    for (size_t i = 0; i < unit->params; i++)
-        if (!touched[i]) memset(bucket + unit->offset_elems[i] * bytes, 0, unit->param_elems[i] * bytes);
+    zpp_status status = ZPP_OK;
+    if (unit->grad->touched_params == unit->params) return ZPP_OK;
+    for (size_t i = 0; i < unit->params && status == ZPP_OK; i++)
+        if (!touched[i])
+            status = zpp_stream_fill(zero->compute, bucket + unit->offset_elems[i] * bytes, 0,
+                                     unit->param_elems[i] * bytes, err);
+    return status;
 }
 
 /* --- order -------------------------------------------------------------------------------------------------------- */
@@ -179,9 +224,8 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->pass = zero->pass;
     zpp_unit_grad_reduce(grad);
     zpp_bucket_list(zero, grad);
-    const bool internode = !zero->ring;
-    zpp_status status = zpp_event_record(grad->written, zero->compute, err);
-    if (status == ZPP_OK) status = zpp_stream_wait(zero->reduce, grad->written, NULL, err);
+    const bool internode = zpp_internode(zero->options.comm);
+    zpp_status status = zero->path->send(zero, grad, err);
     if (status == ZPP_OK && internode)
         status = zpp_reduce_net_launch(zero, grad, grad->empty ? NULL : zpp_bucket_flags(zero, grad->unit),
                                       zpp_bucket_of(zero, grad->unit), err);
@@ -200,8 +244,8 @@ static zpp_status drain(zpp_zero *zero, bool all, struct zpp_err *err) {
     while (zero->order_at < zero->order_count) {
         struct zpp_unit *unit = zero->units[zero->order[zero->order_at]];
         if (!all && !is_complete(unit->grad)) break;
-        if (unit->grad->touched_params) clear_untouched(zero, unit);
-        const zpp_status status = launch(zero, unit->grad, err);
+        zpp_status status = unit->grad->touched_params ? clear_untouched(zero, unit, err) : ZPP_OK;
+        if (status == ZPP_OK) status = launch(zero, unit->grad, err);
         if (status != ZPP_OK) return status;
         zero->order_at++;
     }
@@ -236,7 +280,7 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
 
 bool zpp_zero_came_late(const zpp_zero *zero, int unit) {
     const struct zpp_unit_grad *grad = zero->units[unit]->grad;
-    return zero->ranks > 1 && grad && grad->state == ZPP_GRAD_REDUCING;
+    return !zpp_zero_keeps_local_grads(zero) && grad && grad->state == ZPP_GRAD_REDUCING;
 }
 
 static void count_gradient(struct zpp_unit_grad *grad, size_t param, bool partial) {
@@ -259,7 +303,7 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
                          const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     struct zpp_unit_grad *grad = unit->grad;
-    if (zero->ranks == 1) return add_alone(zero, grad, param, from, partial, wait, err);
+    if (zpp_zero_keeps_local_grads(zero)) return add_alone(zero, grad, param, from, partial, wait, err);
     if (grad->state == ZPP_GRAD_REDUCING) { /* the binding adds the parameter's name */
         char words[ZPP_UNIT_WORDS];
         return zpp_fail(err, ZPP_STATE, "zero: a gradient of %s came after its gradients were reduced",
@@ -310,7 +354,7 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
 
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (zero->ranks == 1 && zero->store->end_backward) {
+    if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward) {
         status = zero->store->end_backward(zero, false, err);
     } else if (zero->reduces && zero->order_count) {
         status = drain(zero, true, err);
@@ -326,7 +370,8 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
 void zpp_zero_backward_abort(zpp_zero *zero) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     zpp_zero_reset_uses(zero);
-    if (zero->ranks == 1 && zero->store->end_backward) (void)zero->store->end_backward(zero, true, &ignored);
+    if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward)
+        (void)zero->store->end_backward(zero, true, &ignored);
     for (int at = 0; at < zero->order_count; at++) {
         struct zpp_unit *unit = zero->units[zero->order[at]];
         if (unit->grad->state != ZPP_GRAD_ACCUMULATING) continue;
@@ -343,9 +388,10 @@ const void *zpp_zero_held_grad(const zpp_zero *zero, int index, const uint8_t **
     struct zpp_unit *unit = zero->units[index];
     const struct zpp_unit_grad *grad = unit->grad;
     if (!grad || grad->state != ZPP_GRAD_ACCUMULATING || !grad->touched_params) return NULL;
-    clear_untouched(zero, unit);
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    if (clear_untouched(zero, unit, &ignored) != ZPP_OK) return NULL;
     *touched = zpp_bucket_flags(zero, unit);
-    return zpp_bucket_of(zero, unit);
+    return zero->path->memory(zero, unit);
 }
 
 bool zpp_zero_grads_pending(const zpp_zero *zero) {
@@ -526,9 +572,7 @@ unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {
     return zero->units[unit]->grad ? zero->units[unit]->grad->shard : NULL;
 }
 
-bool zpp_zero_takes_grads(const zpp_zero *zero) {
-    return zero->ranks > 1 || zero->store->accumulate;
-}
+bool zpp_zero_takes_grads(const zpp_zero *zero) { return !zpp_zero_keeps_local_grads(zero) || zero->store->accumulate; }
 
 bool zpp_zero_reduces_each_backward(const zpp_zero *zero) {
     return zero->store->each_backward;

@@ -46,6 +46,7 @@ struct zpp_unit_grad {
     enum zpp_grad_state state; /* written by unit.c */
 
     /* the bucket */
+    struct zpp_grad_block *block; /* where gradients collect before they go to it (grad_offload.c); NULL: nowhere */
     size_t bucket_offset_bytes; /* ZPP_BUCKET_NONE: none */
     bool at_mapping;
     bool listed; /* in the coordinator's list of buckets that are out */

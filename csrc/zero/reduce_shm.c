@@ -4,6 +4,7 @@
  * on cpu it is asked again and again until the slowest rank has posted. The rings' descriptors carry unit, pass and
  * length: where ranks disagree, nothing is added, and the error on both has what both sides did.
  *
+ *   arrived the bucket has what the accelerator computed (grad_path.h)
  *   pack    the bucket in fewer bits, where gradients travel so (wire.c)
  *   post    this rank's descriptor: the peers may read the bucket
  *   load    the shard's memory, with what it has so far (grad_store.h)
@@ -14,6 +15,7 @@
 
 #include <string.h>
 
+#include "grad_path.h"
 #include "grad_store.h"
 #include "internal.h"
 
@@ -32,7 +34,8 @@ static struct zpp_desc desc_of(const struct zpp_unit_grad *grad, uint64_t kind) 
 static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_desc_ring *ring, uint64_t kind,
                              uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err) {
     const struct zpp_desc expect = desc_of(grad, kind);
-    for (int rank = 0; rank < zero->ranks; rank++) {
+    if (!ring) grad->peer_offsets[0] = expect.offset_bytes; /* one rank */
+    for (int rank = 0; ring && rank < zero->ranks; rank++) {
         struct zpp_desc desc;
         const zpp_status status = zpp_desc_ring_read(ring, rank, seq, &expect, wait, &desc, err);
         if (status != ZPP_OK) return status;
@@ -48,8 +51,7 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard
     int count = 0;
     for (int rank = 0; rank < zero->ranks; rank++) {
         if (grad->peer_offsets[rank] == NO_BUCKET) continue;
-        const unsigned char *bucket =
-            (const unsigned char *)zpp_region_base(zero->grads, rank) + grad->peer_offsets[rank];
+        const unsigned char *bucket = zpp_grads_of_rank(zero, rank) + grad->peer_offsets[rank];
         const uint8_t *touched = bucket + zpp_grad_whole_bytes(grad);
         for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
         from[count] = rank;
@@ -66,6 +68,7 @@ static void count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad
     const size_t source_bytes =
         zpp_wire_quantises_grads(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
     int read = 0;
+    if (zero->ranks == 1) return;
     for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != NO_BUCKET;
     zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
                    (uint64_t)read * source_bytes);
@@ -106,6 +109,11 @@ static void copy_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
 
 /* --- its rounds: each returns OK when it is over; AGAIN and errors leave the reduction in it ---------------------- */
 
+static zpp_status arrived(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                          struct zpp_err *err) {
+    return zero->path->arrived ? zero->path->arrived(zero, grad, wait, err) : ZPP_OK;
+}
+
 static zpp_status pack(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)wait, (void)err;
     unsigned char *bucket = grad->empty ? NULL : zpp_bucket_of(zero, grad->unit);
@@ -116,6 +124,7 @@ static zpp_status pack(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
 
 static zpp_status post(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     const struct zpp_desc desc = desc_of(grad, ZPP_DESC_REDUCE);
+    if (!zero->ring) return ZPP_OK;
     return zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
 }
 
@@ -131,7 +140,7 @@ static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct z
     if (status == ZPP_OK) status = add_shards(zero, grad, err);
     if (status != ZPP_OK) return status;
     zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_shard_bytes(grad));
-    zpp_desc_ring_ack(zero->ring, grad->seq);
+    if (zero->ring) zpp_desc_ring_ack(zero->ring, grad->seq);
     return store->complete ? store->complete(zero, grad, err) : ZPP_OK;
 }
 
@@ -153,8 +162,8 @@ static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     return ZPP_OK;
 }
 
-static zpp_status (*const rounds[])(zpp_zero *, struct zpp_unit_grad *, const struct zpp_wait *,
-                                    struct zpp_err *) = { pack, post, load, add, post_shard, copy };
+static zpp_status (*const rounds[])(zpp_zero *, struct zpp_unit_grad *, const struct zpp_wait *, struct zpp_err *) = {
+    arrived, pack, post, load, add, post_shard, copy};
 
 zpp_status zpp_reduce_shm(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native;

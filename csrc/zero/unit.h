@@ -92,6 +92,7 @@ struct zpp_unit {
     unsigned char *shard; /* this rank's shard; readable always, or while open where it lives in a file */
     size_t region_offset_bytes;
     size_t range_offset_bytes; /* from zero->moving_base */
+    int wrap_at;               /* its number in zero->wrap */
     size_t qcopy_offset_bytes; /* of the shard's quantised copy: see wire.c */
 
     /* gathering: the coordinator's thread only, by unit.c and the placement */

@@ -9,13 +9,20 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "grad_path.h"
 #include "grad_store.h"
 #include "internal.h"
 #include "placement.h"
 
+/* With an accelerator. */
+static const struct zpp_placement *placement_on_accelerator(enum zpp_place place) {
+    return place == ZPP_PLACE_SHARD ? &zpp_placement_offloaded : &zpp_placement_offloaded_whole;
+}
+
 /* The one place that chooses; what differs is in the tables (placement.h). */
 static const struct zpp_placement *placement_of(const zpp_zero *zero, enum zpp_place place) {
     const bool internode = zpp_internode(zero->options.comm);
+    if (zero->options.host) return placement_on_accelerator(place);
     switch (place) {
     case ZPP_PLACE_HOST: return &zpp_placement_host_shared;
     case ZPP_PLACE_SHARD: return internode ? &zpp_placement_sharded_net : &zpp_placement_sharded;
@@ -33,12 +40,35 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
     if (status == ZPP_OK)
         status = zpp_stream_create(zpp_zero_host(zero), ZPP_STREAM_QUEUE, "reduce", &zero->reduce, err);
     if (status == ZPP_OK) status = zpp_event_create(zpp_zero_host(zero), &zero->acked, err);
+    if (status == ZPP_OK) status = zpp_event_create(device, &zero->settled, err);
+    if (status == ZPP_OK && zero->path->seal) status = zero->path->seal(zero, err);
     return status;
+}
+
+/* What does not go together with an accelerator yet. */
+static zpp_status check_accelerator(const struct zpp_zero_options *options, struct zpp_err *err) {
+    if (!options->host) return ZPP_OK;
+    if (options->shards == ZPP_SHARDS_ON_DEVICE)
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "zero: shards in memory of an accelerator are not supported yet; use "
+                        "Offload(params=\"cpu\", optimizer=\"cpu\")");
+    if (zpp_internode(options->comm))
+        return zpp_fail(err, ZPP_NOT_BUILT, "zero: accelerators on several hosts are not supported yet; use one host");
+    if (options->stage == 0)
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "zero: stage 0 on an accelerator is not supported yet; use stage 1, 2 or 3");
+    if (options->params_fraction > 0.0)
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "zero: parameters in a file are not supported on an accelerator yet; use "
+                        "Offload(params=\"cpu\")");
+    return ZPP_OK;
 }
 
 zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **out, struct zpp_err *err) {
     if (options->stage < 0 || options->stage > 3)
         return zpp_fail(err, ZPP_INVALID, "zero: stage is %d, not 0, 1, 2 or 3", options->stage);
+    zpp_status status = check_accelerator(options, err);
+    if (status != ZPP_OK) return status;
     zpp_zero *zero = calloc(1, sizeof *zero);
     if (!zero) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the coordinator");
     zero->options = *options;
@@ -46,9 +76,9 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
     zero->store = options->stage <= 1 ? &zpp_grad_store_bucket : &zpp_grad_store_memory;
+    zero->path = options->host ? &zpp_grad_path_offload : &zpp_grad_path_direct;
     pthread_mutex_init(&zero->grad_pool_lock, NULL); /* with default attributes it cannot fail */
     pthread_mutex_init(&zero->grad_file.lock, NULL);
-    zpp_status status = ZPP_OK;
     zpp_comm *sharers = zpp_internode(options->comm) ? options->copy : options->comm;
     if (options->params_fraction > 0.0)
         status = zpp_unit_file_create(sharers, options->params_fraction, &zero->unit_file, err);
@@ -115,7 +145,9 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_stream_destroy(zero->reduce);
     if (zero->gather != zero->compute) zpp_stream_destroy(zero->gather);
     zpp_stream_destroy(zero->compute);
+    if (zero->path->fini) zero->path->fini(zero);
     zpp_event_destroy(zero->acked);
+    zpp_event_destroy(zero->settled);
     zpp_exchange_fini(zero);
     zpp_buffers_fini(zero);
     if (zero->grad_file.unit_file) zpp_unit_file_close(zero->grad_file.unit_file);
@@ -127,6 +159,8 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_buckets_fini(&zero->buckets);
     zpp_desc_ring_destroy(zero->ring);
     zpp_desc_ring_destroy(zero->copy_ring);
+    zpp_unpin_all(zero);
+    zpp_wrapped_fini(zero);
     zpp_range_destroy(zero->range);
     zpp_unit_file_destroy(zero->unit_file);
     zpp_unit_file_destroy(zero->grad_file.unit_file);
@@ -136,6 +170,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_wire_fini(zero);
     if (zero->secondary) zpp_mem_free(zero->secondary, zero->secondary_bytes);
     zpp_mem_free(zero->alone, zero->alone_bytes);
+    zpp_mem_free(zero->grads_alone, zero->grads_alone_bytes);
     pthread_mutex_destroy(&zero->grad_pool_lock);
     pthread_mutex_destroy(&zero->grad_file.lock);
     free(zero);
@@ -190,7 +225,7 @@ static zpp_status check_place(const zpp_zero *zero, const struct zpp_unit_spec *
     if (in_file != (zero->unit_file != NULL))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s is%s to live in a file, and params_fraction is %g", spec->name,
                         in_file ? "" : " not", zero->options.params_fraction);
-    if (zero->ranks == 1 && !in_file)
+    if (zero->ranks == 1 && !in_file && !zero->options.host)
         return zpp_fail(err, ZPP_INVALID, "zero: cannot shard unit %s: world size is 1", spec->name);
     return ZPP_OK;
 }
@@ -270,18 +305,30 @@ static zpp_status lay_out(zpp_zero *zero, size_t *warm_bytes, struct zpp_err *er
     return ZPP_OK;
 }
 
-static zpp_status make_param_memory(zpp_zero *zero, struct zpp_err *err) {
+/* The shards that streams of an accelerator read: of all ranks. */
+static zpp_status pin_params(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
-    if (zero->ranks == 1) {
-        if (zero->params_bytes == 0) return ZPP_OK;
-        void *memory = NULL;
-        status = zpp_mem_alloc(zero->params_bytes, ZPP_PAGE_BYTES, &memory, err);
-        zero->alone = memory;
-        zero->alone_bytes = zero->params_bytes;
-        return status;
-    }
+    for (int rank = 0; rank < zero->ranks && status == ZPP_OK; rank++)
+        status = zpp_pin(zero, zpp_params_of_rank(zero, rank), zero->params_bytes, err);
+    return status;
+}
+
+static zpp_status make_alone(zpp_zero *zero, struct zpp_err *err) {
+    if (zero->params_bytes == 0) return ZPP_OK;
+    void *memory = NULL;
+    const zpp_status status = zpp_mem_alloc(zero->params_bytes, ZPP_PAGE_BYTES, &memory, err);
+    zero->alone = memory;
+    zero->alone_bytes = zero->params_bytes;
+    return status == ZPP_OK ? pin_params(zero, err) : status;
+}
+
+static zpp_status make_param_memory(zpp_zero *zero, struct zpp_err *err) {
+    zpp_status status = zpp_resident_make(zero, err);
+    if (status != ZPP_OK) return status;
+    if (zero->ranks == 1) return make_alone(zero, err);
     if (zero->params_bytes)
         status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, zero->params_bytes, &zero->params, err);
+    if (status == ZPP_OK && zero->params) status = pin_params(zero, err);
     if (status == ZPP_OK && zero->host_bytes)
         status = zpp_region_create(zero->options.comm, ZPP_REGION_ONE, zero->host_bytes, &zero->host, err);
     if (status == ZPP_OK && zero->range_bytes && !zero->options.backing.acquire)
@@ -347,7 +394,17 @@ const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero) {
     return &zero->fault;
 }
 
+/* Of units whose memory is their own (placement/wrapped.c). */
+static int find_anywhere(const zpp_zero *zero, const unsigned char *at) {
+    for (int i = 0; i < zero->moving_count; i++) {
+        const struct zpp_unit *unit = zero->moving[i];
+        if (at >= unit->whole && at < unit->whole + zpp_unit_bytes(unit)) return unit->index;
+    }
+    return -1;
+}
+
 int zpp_zero_find(const zpp_zero *zero, const void *address) {
+    if (zero->wrap) return find_anywhere(zero, address);
     if (!zero->moving_base) return -1;
     const unsigned char *base = zero->moving_base, *at = address;
     if (at < base || !zero->moving_count) return -1;

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How a gradient gets from the computation to the bucket that the ranks reduce: a table of functions for each way,
+ * chosen once at create. NULL entries are left out.
+ *
+ *   path      gradients collect in                        and then
+ *   direct    the bucket (the computation is on the host) nothing
+ *   offload   memory of the accelerator (grad_offload.c)  one copy to the bucket, when the unit is complete
+ *
+ * Threads: the coordinator's; arrived: where the reduction runs.
+ */
+#ifndef ZPP_ZERO_GRAD_PATH_H
+#define ZPP_ZERO_GRAD_PATH_H
+
+#include "reduce.h"
+
+struct zpp_grad_path {
+    const char *name;
+    zpp_status (*seal)(zpp_zero *zero, struct zpp_err *err);
+    void (*fini)(zpp_zero *zero);
+    /* A backward begins to fill the unit's bucket; it was taken. */
+    zpp_status (*take)(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+    unsigned char *(*memory)(const zpp_zero *zero, const struct zpp_unit *unit); /* where the gradients collect */
+    /* to[elems] += from[elems], in order on zero->compute */
+    zpp_status (*add)(zpp_zero *zero, void *to, const void *from, size_t elems, zpp_dtype dtype, struct zpp_err *err);
+    /* The unit is complete: it goes to the bucket, and what zero->reduce does next comes after that. */
+    zpp_status (*send)(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err);
+    /* Asked first by the reduction: it is in the bucket. AGAIN: `wait` is NULL, and not yet. */
+    zpp_status (*arrived)(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err);
+    void (*give)(zpp_zero *zero, struct zpp_unit_grad *grad); /* the bucket is given back, sent or not */
+};
+
+extern const struct zpp_grad_path zpp_grad_path_direct, zpp_grad_path_offload;
+
+#endif

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Shards in page-locked memory of the host, which all ranks map, and whole units on an accelerator. A gather is one
+ * copy by a copy engine for each rank's shard; the host waits for nothing. The step runs on the host (ZeRO-Offload).
+ *
+ *   offloaded         moves: gathered when it is needed, into memory that wraps (wrapped.c)
+ *   offloaded_whole   stays whole; after a step, the new shards of all ranks
+ *
+ * Between two steps no rank writes shards. A step begins when the copies that read shards are over on every rank:
+ * each rank waits for its own (settle) before the votes.
+ */
+#include "../internal.h"
+#include "../placement.h"
+
+static const struct zpp_wait for_ever = {0, NULL, NULL};
+
+static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    (void)err;
+    unit->region_offset_bytes = zpp_unit_next_offset(&zero->params_bytes, zpp_unit_shard_bytes(unit));
+    return ZPP_OK;
+}
+
+static void locate_shard(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->shard = zpp_params_of_rank(zero, zero->rank) + unit->region_offset_bytes;
+}
+
+static void locate(zpp_zero *zero, struct zpp_unit *unit) {
+    locate_shard(zero, unit);
+    zpp_wrapped_locate(zero, unit);
+}
+
+static zpp_status copy_shards(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const size_t bytes = zpp_unit_shard_bytes(unit);
+    zpp_status status = ZPP_OK;
+    for (int rank = 0; rank < zero->ranks && status == ZPP_OK; rank++) {
+        const unsigned char *shard = zpp_params_of_rank(zero, rank) + unit->region_offset_bytes;
+        status = zpp_stream_copy(zero->gather, zpp_unit_shard_of_whole(unit, rank), shard, bytes, err);
+    }
+    if (status == ZPP_OK && zero->ranks > 1)
+        zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;
+}
+
+/* This rank's part of the whole unit, to its shard. */
+static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    zpp_status status = zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, zero->rank),
+                                        zpp_unit_shard_bytes(unit), err);
+    if (status == ZPP_OK) status = zpp_event_record(unit->allocated, zero->compute, err);
+    return status == ZPP_OK ? zpp_event_sync(unit->allocated, &for_ever, err) : status;
+}
+
+/* Gathers that nothing used may still read. */
+static zpp_status settle(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    const zpp_status status = zpp_event_record(zero->settled, zero->gather, err);
+    return status == ZPP_OK ? zpp_event_sync(zero->settled, wait, err) : status;
+}
+
+const struct zpp_placement zpp_placement_offloaded = {
+    .name = "offloaded",
+    .moves = true,
+    .open = zpp_wrapped_open,
+    .seal = zpp_wrapped_seal,
+    .count_memory = zpp_wrapped_count_memory,
+    .settle = settle,
+    .lay_out = lay_out,
+    .locate = locate,
+    .acquire = zpp_wrapped_acquire,
+    .release = zpp_wrapped_release,
+    .make_room = zpp_wrapped_make_room,
+    .gather = copy_shards,
+    .keep_shard = keep_shard,
+};
+
+/* --- whole -------------------------------------------------------------------------------------------------------- */
+
+static zpp_status lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    zpp_resident_lay_out(zero, unit);
+    return lay_out(zero, unit, err);
+}
+
+static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
+    locate_shard(zero, unit);
+    zpp_resident_locate(zero, unit);
+}
+
+static zpp_status collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, wait, err);
+    if (status == ZPP_OK) status = copy_shards(zero, unit, err);
+    return status == ZPP_OK ? zpp_stream_wait(zero->compute, unit->ready, wait, err) : status;
+}
+
+const struct zpp_placement zpp_placement_offloaded_whole = {
+    .name = "offloaded_whole",
+    .lay_out = lay_out_whole,
+    .locate = locate_whole,
+    .keep_shard = keep_shard,
+    .collect = collect,
+};

@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Memory of whole units on an accelerator, for the placements that have it there. Units that move have memory that
+ * wraps (base/wrap.h): to take and to release it costs the host nothing, and a stream that takes it is ordered after
+ * all that used it. Units that stay are resident: one block of memory, made at seal.
+ *
+ * A unit whose memory a whole unit has is not taken. A prefetch is then put off. A unit that is needed drops what is
+ * only read ahead there; if the memory is in use, it gets memory of its own, and its address changes. No tensor that
+ * autograd saved may refer to the old address then.
+ */
+#include <stdlib.h>
+
+#include "../../base/wrap.h"
+#include "../internal.h"
+#include "../placement.h"
+
+/* --- units that move ---------------------------------------------------------------------------------------------- */
+
+/* Without prefetch nothing overlaps, and gathers are a part of the computation. */
+zpp_status zpp_wrapped_open(zpp_zero *zero, struct zpp_err *err) {
+    if (!zero->options.prefetch_bytes) return ZPP_OK;
+    return zpp_stream_create_priority(zero->options.device, ZPP_STREAM_THREAD, ZPP_PRIORITY_HIGH, "gather",
+                                      &zero->gather, err);
+}
+
+zpp_status zpp_wrapped_seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
+    const int count = zero->moving_count;
+    if (!count) return ZPP_OK;
+    struct zpp_wrap_unit *units = calloc((size_t)count, sizeof *units);
+    if (!units) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for a list of %d units", count);
+    for (int i = 0; i < count; i++) {
+        zero->moving[i]->wrap_at = i;
+        units[i] = (struct zpp_wrap_unit){zero->moving[i]->name, zpp_unit_bytes(zero->moving[i])};
+    }
+    const struct zpp_wrap_options options = {zero->options.device, units, count, warm_bytes};
+    const zpp_status status = zpp_wrap_create(&options, &zero->wrap, err);
+    free(units);
+    if (status == ZPP_OK && zpp_wrap_memory_bytes(zero->wrap)) zero->moving_base = zpp_wrap_address(zero->wrap, 0);
+    return status;
+}
+
+void zpp_wrapped_locate(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->whole = zpp_wrap_address(zero->wrap, unit->wrap_at);
+    if (zero->moving_base) unit->range_offset_bytes = (size_t)(unit->whole - zero->moving_base);
+}
+
+zpp_status zpp_wrapped_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    int blocker;
+    return zpp_wrap_take(zero->wrap, unit->wrap_at, zero->gather, &blocker, err);
+}
+
+zpp_status zpp_wrapped_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    unit->mapped = false;
+    return zpp_wrap_release(zero->wrap, unit->wrap_at, zero->compute, err);
+}
+
+/* A unit that is only read ahead, where this one would lie. */
+static bool is_in_the_way(const zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_unit *other) {
+    return other->state == ZPP_UNIT_GATHERING && zpp_wrap_meet(zero->wrap, unit->wrap_at, other->wrap_at);
+}
+
+static zpp_status give_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    char words[ZPP_UNIT_WORDS];
+    if (zero->in_backward || zpp_zero_uses(zero, unit->index)) {
+        return zpp_fail(err, ZPP_STATE,
+                        "zero: %s is needed while other units are whole in its memory, and a graph refers to it there; "
+                        "%zu bytes hold the gathered units; raise Config(prefetch=)",
+                        zpp_unit_words(unit, words, sizeof words), zpp_wrap_memory_bytes(zero->wrap));
+    }
+    const zpp_status status = zpp_wrap_own(zero->wrap, unit->wrap_at, err);
+    if (status == ZPP_OK) unit->whole = zpp_wrap_address(zero->wrap, unit->wrap_at);
+    return status;
+}
+
+zpp_status zpp_wrapped_make_room(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    int blocker;
+    for (int i = 0; i < zero->moving_count; i++) {
+        struct zpp_unit *other = zero->moving[i];
+        if (!is_in_the_way(zero, unit, other)) continue;
+        zpp_unit_set_kept(zero, other, false);
+        zpp_status status = zpp_unit_gather_end(zero, other, NULL, err);
+        if (status == ZPP_OK) status = zpp_unit_release(zero, other, err);
+        if (status != ZPP_OK) return status;
+    }
+    const zpp_status status = zpp_wrap_take(zero->wrap, unit->wrap_at, zero->gather, &blocker, err);
+    return status == ZPP_AGAIN ? give_own(zero, unit, err) : status;
+}
+
+void zpp_wrapped_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
+    if (zero->wrap) out->gathered_bytes += zpp_wrap_memory_bytes(zero->wrap) + zpp_wrap_own_bytes(zero->wrap);
+    out->gathered_peak_bytes += zero->full_peak_bytes;
+}
+
+/* --- units that stay ---------------------------------------------------------------------------------------------- */
+
+void zpp_resident_lay_out(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->range_offset_bytes = zpp_unit_next_offset(&zero->resident_bytes, zpp_unit_bytes(unit));
+}
+
+zpp_status zpp_resident_make(zpp_zero *zero, struct zpp_err *err) {
+    void *memory = NULL;
+    if (!zero->resident_bytes) return ZPP_OK;
+    const zpp_status status = zpp_device_alloc(zero->options.device, zero->resident_bytes, &memory, err);
+    zero->resident = memory;
+    return status;
+}
+
+void zpp_resident_locate(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->whole = zero->resident + unit->range_offset_bytes;
+}
+
+void zpp_wrapped_fini(zpp_zero *zero) {
+    zpp_wrap_destroy(zero->wrap);
+    if (zero->resident) zpp_device_free(zero->options.device, zero->resident, zero->resident_bytes);
+    zero->wrap = NULL;
+    zero->resident = NULL;
+}
