@@ -30,6 +30,9 @@ typedef struct {
     PyObject *call;     /* the module's own _call_impl, or what replaced it (compile) */
     PyObject *units;    /* tuple of Unit */
     PyObject *leaf;     /* tuple of dicts, see hangs_on_output; NULL: not one of torch's leaf modules */
+    Py_ssize_t layer;   /* number among the layers that may be left out, where `skipped` is there */
+    PyObject *skipped;  /* what is called in the place of `call` when the layer is left out; NULL: it never is */
+    PyObject *check;    /* (args, kwargs, output) -> None, after its first forward in training; then NULL */
     bool moves;         /* some of its units are released; other units read in it stay until its backward ends */
     PyObject *gate;     /* {0: backward}, shared by all tensors that it is put on */
     PyObject *backward; /* callable: the gate's only entry */
@@ -139,7 +142,7 @@ static int gate_output(Trigger *trigger, PyObject *output, int depth) {
 /* The state that one call of a trigger has opened, so that its end closes just that. */
 struct open_call {
     Py_ssize_t pinned;
-    bool recompute, grad, outermost, functorch, pushed;
+    bool recompute, grad, outermost, functorch, pushed, dropped;
 };
 
 /* A backward that ended by an exception never ran its callback. */
@@ -168,7 +171,8 @@ static int begin_outermost(Zero *zero, bool grad) {
     if (zpp_py_backward_step_require_ended(zero, "a forward")) return -1;
     if (zero->buffers.where && zpp_py_sync_buffers(zero, grad)) return -1;
     zero->outer_grad = grad;
-    return grad && zero->check_unfrozen ? zpp_py_call(zero->check_unfrozen) : 0;
+    if (grad && zero->check_unfrozen && zpp_py_call(zero->check_unfrozen)) return -1;
+    return zpp_py_layer_drop_begin(zero, grad);
 }
 
 static int begin_call(Trigger *trigger, struct open_call *call) {
@@ -214,7 +218,18 @@ static int open_unit(Unit *unit, const struct open_call *call) {
     return 0;
 }
 
+/* True in a forward with a graph, and where a backward recomputes one. */
+static bool trains(const Trigger *trigger, const struct open_call *call) {
+    return call->recompute || trigger->zero->outer_grad;
+}
+
+/* A layer that is left out is an identity, before anything is needed for it. */
 static int open_units(Trigger *trigger, struct open_call *call) {
+    if (trigger->skipped) {
+        const int dropped = zpp_py_layer_enter(trigger->zero, trigger->layer, trains(trigger, call));
+        call->dropped = dropped > 0;
+        if (dropped) return dropped > 0 ? 0 : -1;
+    }
     const Py_ssize_t count = PyTuple_Size(trigger->units);
     for (; call->pinned < count; call->pinned++)
         if (open_unit((Unit *)PyTuple_GetItem(trigger->units, call->pinned), call)) return -1;
@@ -253,13 +268,30 @@ static const char *name_of(const Trigger *trigger, const struct open_call *call)
     return ((const Unit *)PyTuple_GetItem(trigger->units, 0))->unit->name;
 }
 
+/* Let the output of a layer in training be looked at, once. Return `output`, or NULL with an error set. */
+static PyObject *check_output(Trigger *trigger, const struct open_call *call, PyObject *args, PyObject *kwargs,
+                              PyObject *output) {
+    PyObject *check = trigger->check;
+    if (!output || !check || call->dropped || !trains(trigger, call)) return output;
+    trigger->check = NULL;
+    PyObject *done = PyObject_CallFunctionObjArgs(check, args, kwargs ? kwargs : Py_None, output, NULL);
+    Py_DECREF(check);
+    if (!done) Py_CLEAR(output);
+    Py_XDECREF(done);
+    return output;
+}
+
+static bool is_gated(const Trigger *trigger, const struct open_call *call) {
+    if (!call->grad || call->recompute || call->functorch || call->dropped) return false;
+    return trigger->zero->moves || call->outermost;
+}
+
 static PyObject *run_forward(Trigger *trigger, const struct open_call *call, PyObject *args, PyObject *kwargs) {
-    const Zero *zero = trigger->zero;
     const uint64_t began_ns = zpp_span_begin();
-    PyObject *output = PyObject_Call(trigger->call, args, kwargs);
+    PyObject *output = PyObject_Call(call->dropped ? trigger->skipped : trigger->call, args, kwargs);
     if (began_ns) zpp_span_end(began_ns, ZPP_SPAN_FORWARD, name_of(trigger, call), 0);
-    const bool gated = call->grad && !call->recompute && !call->functorch && (zero->moves || call->outermost);
-    if (output && gated && gate_output(trigger, output, 0)) Py_CLEAR(output);
+    output = check_output(trigger, call, args, kwargs, output);
+    if (output && is_gated(trigger, call) && gate_output(trigger, output, 0)) Py_CLEAR(output);
     return output;
 }
 
@@ -297,6 +329,8 @@ static int trigger_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(trigger->call);
     Py_VISIT(trigger->units);
     Py_VISIT(trigger->leaf);
+    Py_VISIT(trigger->skipped);
+    Py_VISIT(trigger->check);
     Py_VISIT(trigger->gate);
     Py_VISIT(trigger->backward);
     return 0;
@@ -307,6 +341,8 @@ static int trigger_clear(PyObject *self) {
     Py_CLEAR(trigger->call);
     Py_CLEAR(trigger->units);
     Py_CLEAR(trigger->leaf);
+    Py_CLEAR(trigger->skipped);
+    Py_CLEAR(trigger->check);
     Py_CLEAR(trigger->gate);
     Py_CLEAR(trigger->backward);
     PyObject *zero = (PyObject *)trigger->zero;
@@ -380,6 +416,26 @@ static PyObject *trigger_get_units(PyObject *self, void *unused) {
     return Py_NewRef(((Trigger *)self)->units);
 }
 
+/* may_skip(layer, skipped, check): see the fields. */
+static PyObject *trigger_may_skip(PyObject *self, PyObject *args) {
+    Trigger *trigger = (Trigger *)self;
+    Py_ssize_t layer;
+    PyObject *skipped, *check;
+    if (!PyArg_ParseTuple(args, "nOO", &layer, &skipped, &check)) return NULL;
+    trigger->layer = layer;
+    Py_CLEAR(trigger->skipped);
+    Py_CLEAR(trigger->check);
+    trigger->skipped = Py_NewRef(skipped);
+    trigger->check = Py_NewRef(check);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef trigger_methods[] = {
+    { "may_skip", trigger_may_skip, METH_VARARGS,
+      "may_skip(layer, skipped, check): `skipped` is called in passes that leave out this layer." },
+    { NULL, NULL, 0, NULL },
+};
+
 static PyGetSetDef trigger_getset[] = {
     { "call", trigger_get_call, trigger_set_call,
       "what the trigger surrounds: the module's _call_impl, or its compiled form", NULL },
@@ -390,7 +446,7 @@ static PyGetSetDef trigger_getset[] = {
 static PyType_Slot trigger_slots[] = {
     { Py_tp_init, trigger_init },         { Py_tp_dealloc, trigger_dealloc }, { Py_tp_traverse, trigger_traverse },
     { Py_tp_clear, trigger_clear },       { Py_tp_call, trigger_call },       { Py_tp_getset, trigger_getset },
-    { 0, NULL },
+    { Py_tp_methods, trigger_methods },   { 0, NULL },
 };
 static PyType_Spec trigger_spec = { "zeropp._C.Trigger", sizeof(Trigger), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                                     trigger_slots };

@@ -289,6 +289,7 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->unpack);
     Py_CLEAR(zero->check_unfrozen);
     Py_CLEAR(zero->skipped);
+    zpp_py_layer_drop_forget(zero);
     zpp_py_buffers_end(zero);
     zpp_py_backward_step_forget(zero);
 }
@@ -558,7 +559,8 @@ static int add_methods(PyTypeObject *type, PyMethodDef *methods) {
 int zpp_py_add_zero(PyObject *module);
 int zpp_py_add_zero(PyObject *module) {
     PyMethodDef *const elsewhere[] = { zpp_py_step_methods,     zpp_py_unit_file_methods, zpp_py_backward_step_methods,
-                                       zpp_py_hooks_methods, zpp_py_backward_methods,  zpp_py_buffers_methods };
+                                       zpp_py_hooks_methods, zpp_py_backward_methods,  zpp_py_buffers_methods,
+                                       zpp_py_layer_drop_methods };
     if (intern_names() || zpp_py_hooks_init(module)) return -1;
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);

@@ -54,6 +54,14 @@ struct zpp_py_buffers {
     bool due; /* the last forward built a graph, and was not inside no_sync */
 };
 
+/* Layers that a pass leaves out (py_layer_drop.c). */
+struct zpp_py_layer_drop {
+    PyObject *begin;   /* () -> None: a forward that builds a graph begins; NULL: no layer is ever left out */
+    PyObject *turn;    /* (trains: bool) -> None: layers of an evaluation come now, or again those of training */
+    bool trains;       /* what was said last */
+    PyObject *dropped; /* bytes: 1 for each layer that the last such forward leaves out; NULL: none */
+};
+
 struct Zero {
     PyObject_HEAD
     zpp_zero *core;
@@ -68,6 +76,7 @@ struct Zero {
     PyObject *optim_file;   /* _C.OptimFile or NULL */
     struct zpp_py_backward_step backward_step;
     struct zpp_py_buffers buffers;
+    struct zpp_py_layer_drop layer_drop;
     struct zpp_stepper stepper; /* from seal on */
     zpp_delayed *delayed;   /* NULL before the first delayed step */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
@@ -142,6 +151,13 @@ int zpp_py_hooks_attach(Zero *zero);                         /* makes end_callba
 extern PyMethodDef zpp_py_buffers_methods[];
 int zpp_py_sync_buffers(Zero *zero, bool grad); /* where buffers.where is set; 0, or -1 */
 void zpp_py_buffers_end(Zero *zero);
+
+/* py_layer_drop.c */
+extern PyMethodDef zpp_py_layer_drop_methods[];
+int zpp_py_layer_drop_begin(Zero *zero, bool grad); /* before an outermost forward; 0, or -1 with an error set */
+/* A layer is called; `trains`: by the forward that began last, or its recomputation. 1: left out, 0: not, -1: error. */
+int zpp_py_layer_enter(Zero *zero, Py_ssize_t layer, bool trains);
+void zpp_py_layer_drop_forget(Zero *zero);
 
 /* backward.c */
 int zpp_py_backward_init(void);

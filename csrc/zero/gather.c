@@ -11,6 +11,9 @@
  * ranks or passes differ, the cursor jumps to the next place where the unit occurs; a unit that does not occur any more
  * moves nothing. So one deviation costs one guess.
  *
+ * Units that a pass leaves out on purpose (layer dropping) are *masked* in it. Nothing gathers them, and the order that
+ * is recorded takes them over from the last one, because the next pass may have them again.
+ *
  * A backward begins with what the forward ends with. Where a forward has nothing left to read ahead, what the backward
  * reads first is *kept*: read, or not given back when it is released, which makes it GATHERING with nothing to fetch.
  * So is what a forward reads first, where a step inside the backward has just left it in memory.
@@ -45,19 +48,31 @@ void zpp_trace_fini(struct zpp_trace *trace) {
     }
 }
 
-static void move_cursor(struct zpp_sequence *sequence, int unit) {
+static void append(struct zpp_trace *trace, struct zpp_sequence *sequence, int unit) {
+    if (sequence->now_count && sequence->now[sequence->now_count - 1] == unit) return;
+    if (sequence->now_count < trace->capacity) sequence->now[sequence->now_count++] = unit;
+}
+
+/* The masked units of before[cursor .. end) keep their places. */
+static void take_over_masked(zpp_zero *zero, struct zpp_sequence *sequence, size_t end) {
+    for (size_t at = sequence->cursor; at < end && zero->is_masked; at++)
+        if (zero->units[sequence->before[at]]->masked) append(&zero->trace, sequence, sequence->before[at]);
+}
+
+static void move_cursor(zpp_zero *zero, struct zpp_sequence *sequence, int unit) {
     for (size_t at = sequence->cursor; at < sequence->before_count; at++) {
         if (sequence->before[at] != unit) continue;
+        take_over_masked(zero, sequence, at);
         sequence->cursor = at + 1;
         return;
     }
 }
 
-static void record(struct zpp_trace *trace, enum zpp_phase phase, int unit) {
-    struct zpp_sequence *sequence = &trace->phases[phase];
+static void record(zpp_zero *zero, enum zpp_phase phase, int unit) {
+    struct zpp_sequence *sequence = &zero->trace.phases[phase];
     if (sequence->now_count && sequence->now[sequence->now_count - 1] == unit) return;
-    move_cursor(sequence, unit);
-    if (sequence->now_count < trace->capacity) sequence->now[sequence->now_count++] = unit;
+    move_cursor(zero, sequence, unit);
+    append(&zero->trace, sequence, unit);
 }
 
 /* Return the unit that is needed `steps` after the next one, if this pass goes as the last one; -1: unknown, or the
@@ -69,9 +84,10 @@ static int unit_ahead(const struct zpp_trace *trace, enum zpp_phase phase, size_
 }
 
 /* A pass ended: follow what was recorded in it. Phases that did not run keep what they have. */
-static void restart(struct zpp_trace *trace) {
+static void restart(zpp_zero *zero) {
     for (int phase = 0; phase < ZPP_PHASES; phase++) {
-        struct zpp_sequence *sequence = &trace->phases[phase];
+        struct zpp_sequence *sequence = &zero->trace.phases[phase];
+        if (sequence->now_count) take_over_masked(zero, sequence, sequence->before_count);
         sequence->cursor = 0;
         if (!sequence->now_count) continue;
         int *const recorded = sequence->now;
@@ -80,6 +96,15 @@ static void restart(struct zpp_trace *trace) {
         sequence->before_count = sequence->now_count;
         sequence->now_count = 0;
     }
+}
+
+void zpp_zero_mask(zpp_zero *zero, const uint8_t *masked) {
+    zero->is_masked = true;
+    for (int i = 0; i < zero->units_count; i++) zero->units[i]->masked = masked && masked[i];
+}
+
+bool zpp_zero_is_masked(const zpp_zero *zero) {
+    return zero->is_masked;
 }
 
 /* --- gathers ------------------------------------------------------------------------------------------------------ */
@@ -111,7 +136,7 @@ static zpp_status keep_for_backward(zpp_zero *zero, struct zpp_err *err) {
         const int next = unit_ahead(&zero->trace, ZPP_PHASE_BACKWARD, steps);
         if (next < 0) return ZPP_OK;
         struct zpp_unit *candidate = zero->units[next];
-        if (!candidate->placement->keeps || candidate->kept) continue;
+        if (!candidate->placement->keeps || candidate->kept || candidate->masked) continue;
         if (!zpp_unit_fits_ahead(zero, candidate)) return ZPP_OK;
         if (candidate->state == ZPP_UNIT_SHARDED) {
             const zpp_status status = zpp_unit_gather_begin(zero, candidate, err);
@@ -125,6 +150,7 @@ void zpp_zero_keep_for_forward(zpp_zero *zero) {
     for (size_t steps = 0;; steps++) {
         const int next = unit_ahead(&zero->trace, ZPP_PHASE_FORWARD, steps);
         struct zpp_unit *candidate = next < 0 ? NULL : zero->units[next];
+        if (candidate && candidate->masked) continue;
         if (!candidate || !candidate->placement->keeps || !zpp_unit_is_gathered(candidate)) return;
         if (!zpp_unit_fits_ahead(zero, candidate)) return;
         zpp_unit_set_kept(zero, candidate, true);
@@ -138,7 +164,7 @@ static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zp
         const int next = unit_ahead(&zero->trace, phase, steps);
         if (next < 0) return phase == ZPP_PHASE_FORWARD ? keep_for_backward(zero, err) : ZPP_OK;
         struct zpp_unit *candidate = zero->units[next];
-        if (candidate->state != ZPP_UNIT_SHARDED) continue;
+        if (candidate->state != ZPP_UNIT_SHARDED || candidate->masked) continue;
         while (!zpp_unit_fits_ahead(zero, candidate))
             if (phase == ZPP_PHASE_BACKWARD || !drop_kept(zero, steps == 0)) return ZPP_OK;
         const zpp_status status = zpp_unit_gather_begin(zero, candidate, err);
@@ -156,6 +182,7 @@ static zpp_status gather_now(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
                          struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
+    unit->masked = false;
     if (!zpp_unit_moves(unit)) return ZPP_OK;
     const uint64_t began_ns = unit->state == ZPP_UNIT_GATHERED ? 0 : zpp_now_ns();
     if (unit->state == ZPP_UNIT_SHARDED) {
@@ -169,12 +196,12 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
     if (began_ns) zero->gather_ns += zpp_now_ns() - began_ns;
     if (phase == ZPP_PHASE_BACKWARD || unit->kept_over_step) zpp_unit_set_kept(zero, unit, false);
     if (!zero->options.prefetch_bytes) return ZPP_OK;
-    record(&zero->trace, phase, index);
+    record(zero, phase, index);
     return prefetch_ahead(zero, phase, err);
 }
 
 zpp_status zpp_zero_end_pass(zpp_zero *zero, struct zpp_err *err) {
-    restart(&zero->trace);
+    restart(zero);
     zero->forward_read = false;
     /* Long enough for any memcpy; a prefetch waits for no peer. */
     const struct zpp_wait patience = { .timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL };

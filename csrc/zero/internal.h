@@ -130,6 +130,7 @@ struct zpp_zero {
     struct zpp_trace trace;
     size_t full_bytes, full_peak_bytes, ahead_bytes; /* see unit.c */
     int kept_units;
+    bool is_masked;
     bool forward_read; /* of the units in a file that this pass needs forward, each was read or is being read */
     uint64_t gather_ns; /* what needed a unit waited for it so long */
 

@@ -266,8 +266,8 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
                             "zero: the backward before this one ended by an exception after the gradient of %s had "
                             "gone out, so the ranks no longer agree on the gradients; restart from a checkpoint",
                             zpp_unit_words(unit, words, sizeof words));
-        memset(unit->grad->seen, 0, unit->params);
-        unit->grad->missing = unit->params;
+        memset(unit->grad->seen, unit->masked, unit->params);
+        unit->grad->missing = unit->masked ? 0 : unit->params;
         unit->grad->partial = false;
     }
     zero->in_backward = true;

@@ -369,7 +369,7 @@ static void end_states(zpp_step_in_backward *self) {
     end_long(self, token);
     self->reads_ahead = status == ZPP_OK;
     if (status != ZPP_OK) keep_failure(self, &err, &fault);
-    zpp_step_in_backward_forward(self);
+    if (!zpp_zero_is_masked(self->stepper->zero)) zpp_step_in_backward_forward(self);
 }
 
 static void end_writes(zpp_step_in_backward *self) {

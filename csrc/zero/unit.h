@@ -102,6 +102,7 @@ struct zpp_unit {
     bool mapped;         /* has memory in the range */
     bool kept;           /* its release keeps its memory, because the backward that follows needs it soon, */
     bool kept_over_step; /* ... or the forward after a step inside the backward */
+    bool masked;         /* the layers that read it are left out of this pass (layer dropping) */
     bool stepping;       /* its shard is open, for a step inside the backward */
     int uses;            /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
     bool quantised;      /* gathered quantised: see wire.c */

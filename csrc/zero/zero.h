@@ -126,6 +126,12 @@ enum zpp_phase { ZPP_PHASE_FORWARD, ZPP_PHASE_BACKWARD, ZPP_PHASE_EVAL, ZPP_PHAS
 /* Whole before anything launched on the compute stream from now on; starts fetching what came next the last time. */
 zpp_status zpp_zero_need(zpp_zero *zero, int unit, enum zpp_phase phase, const struct zpp_wait *wait,
                          struct zpp_err *err);
+/* This pass leaves out units (layer dropping): masked[units], or NULL: none. They are not gathered ahead of need, keep
+ * their places in the recorded order, and reductions do not wait for their gradients. One that is needed after all is
+ * masked no more. */
+void zpp_zero_mask(zpp_zero *zero, const uint8_t *masked);
+/* True if zpp_zero_mask was called: the units of the next pass are not known yet. */
+bool zpp_zero_is_masked(const zpp_zero *zero);
 /* True if a forward of units in a file, this one or the next, has still to read some of them ahead of need. */
 bool zpp_zero_reads_forward(const zpp_zero *zero);
 /* After a step that left units in memory, and before they are released: those that the next forward begins with stay,

@@ -109,6 +109,8 @@ zpp_status zpp_optim_file_backward_step_unit(zpp_optim_file *optim_file, const s
  * open. */
 zpp_status zpp_optim_file_backward_step_poll(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
                                              struct zpp_err *err);
+/* Whether the shard is expected in the next steps: records without any that is are not read ahead. At first all are. */
+void zpp_optim_file_backward_step_expect(zpp_optim_file *optim_file, int shard, bool expected);
 /* All is written. Nothing to do where no step is open. */
 zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
                                             struct zpp_err *err);

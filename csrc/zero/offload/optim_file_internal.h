@@ -32,6 +32,7 @@ struct record_stream {
 struct optim_file_shard {
     int stream;
     size_t begin_elems, elems; /* on the record stream */
+    bool unexpected;           /* in the next steps unit by unit */
 };
 
 /* The state of a buffer in a step unit by unit. */
@@ -57,6 +58,7 @@ struct optim_file_backward_step {
     size_t order_count;
     size_t next;     /* the first of them that was not read ahead */
     size_t *left[2]; /* [chunks] of each stream: shards that are still to be stepped */
+    size_t *expected[2]; /* [chunks]: shards that are expected; of a record without any nothing is read ahead */
     uint64_t clock;
     bool open; /* between begin and end */
 };

@@ -42,6 +42,17 @@ static size_t most_chunks(const zpp_optim_file *optim_file) {
     return most;
 }
 
+/* How many shards have a part of each record. */
+static void count_shards(const zpp_optim_file *optim_file, size_t *const counts[2]) {
+    size_t first, last;
+    for (int i = 0; i < 2; i++) memset(counts[i], 0, optim_file->streams[i].chunks * sizeof *counts[i]);
+    for (int i = 0; i < optim_file->shards_count; i++) {
+        const struct optim_file_shard *shard = &optim_file->shards[i];
+        if (!chunks_of(optim_file, shard, &first, &last)) continue;
+        for (size_t chunk = first; chunk <= last; chunk++) counts[shard->stream][chunk]++;
+    }
+}
+
 /* One shard that is stepped and written while the next one is read. */
 void optim_file_backward_step_choose_buffers(zpp_optim_file *optim_file) {
     const size_t records = optim_file->streams[0].chunks + optim_file->streams[1].chunks;
@@ -58,10 +69,14 @@ zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_
     for (int i = 0; i < optim_file->shards_count; i++)
         if (chunks_of(optim_file, &optim_file->shards[i], &first, &last)) capacity += last - first + 1;
     backward_step->order = calloc(capacity, sizeof *backward_step->order);
-    for (int i = 0; i < 2; i++) backward_step->left[i] = calloc(optim_file->streams[i].chunks + 1,
-                                                                sizeof *backward_step->left[i]);
-    if (!backward_step->order || !backward_step->left[0] || !backward_step->left[1])
-        return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", capacity);
+    bool memory = backward_step->order;
+    for (int i = 0; i < 2; i++) {
+        backward_step->left[i] = calloc(optim_file->streams[i].chunks + 1, sizeof *backward_step->left[i]);
+        backward_step->expected[i] = calloc(optim_file->streams[i].chunks + 1, sizeof *backward_step->expected[i]);
+        memory = memory && backward_step->left[i] && backward_step->expected[i];
+    }
+    if (!memory) return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the order of %zu records", capacity);
+    count_shards(optim_file, backward_step->expected);
     size_t before[2] = { SIZE_MAX, SIZE_MAX };
     for (int i = optim_file->shards_count - 1; i >= 0; i--) {
         const struct optim_file_shard *shard = &optim_file->shards[i];
@@ -77,8 +92,10 @@ zpp_status optim_file_backward_step_seal(zpp_optim_file *optim_file, struct zpp_
 
 void optim_file_backward_step_drop(zpp_optim_file *optim_file) {
     free(optim_file->backward_step.order);
-    free(optim_file->backward_step.left[0]);
-    free(optim_file->backward_step.left[1]);
+    for (int i = 0; i < 2; i++) {
+        free(optim_file->backward_step.left[i]);
+        free(optim_file->backward_step.expected[i]);
+    }
 }
 
 void optim_file_backward_step_forget(zpp_optim_file *optim_file) {
@@ -160,7 +177,8 @@ static zpp_status read_ahead(zpp_optim_file *optim_file, struct zpp_aio_fault *f
     struct optim_file_backward_step *backward_step = &optim_file->backward_step;
     while (backward_step->next < backward_step->order_count) {
         const struct optim_file_record *record = &backward_step->order[backward_step->next];
-        if (!find(optim_file, record->stream, record->chunk)) {
+        const bool expected = backward_step->expected[record->stream][record->chunk];
+        if (expected && !find(optim_file, record->stream, record->chunk)) {
             struct optim_file_buffer *buffer = choose(optim_file, BUFFER_FREE, false);
             if (!buffer) buffer = choose(optim_file, BUFFER_WRITING, false);
             if (!buffer || (buffer->write && !zpp_aio_done(buffer->write))) return ZPP_OK;
@@ -223,24 +241,11 @@ static const char *why_not(const zpp_optim_file *optim_file) {
     return optim_file->options.backward_step ? NULL : "not made for steps inside a backward";
 }
 
-/* How many shards of each record are to be stepped. */
-static void count_shards(zpp_optim_file *optim_file) {
-    struct optim_file_backward_step *backward_step = &optim_file->backward_step;
-    size_t first, last;
-    for (int i = 0; i < 2; i++)
-        memset(backward_step->left[i], 0, optim_file->streams[i].chunks * sizeof *backward_step->left[i]);
-    for (int i = 0; i < optim_file->shards_count; i++) {
-        const struct optim_file_shard *shard = &optim_file->shards[i];
-        if (!chunks_of(optim_file, shard, &first, &last)) continue;
-        for (size_t chunk = first; chunk <= last; chunk++) backward_step->left[shard->stream][chunk]++;
-    }
-}
-
 zpp_status zpp_optim_file_backward_step_begin(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
                                               struct zpp_err *err) {
     const char *refusal = why_not(optim_file);
     if (refusal) return zpp_fail(err, ZPP_STATE, "tier: the states in %s are %s", optim_file->file.path, refusal);
-    count_shards(optim_file);
+    count_shards(optim_file, optim_file->backward_step.left);
     optim_file->backward_step.open = true;
     /* A read that fails changes nothing: no state was stepped. */
     const zpp_status status = read_ahead(optim_file, fault, err);
@@ -286,6 +291,16 @@ zpp_status zpp_optim_file_backward_step_unit(zpp_optim_file *optim_file, const s
 zpp_status zpp_optim_file_backward_step_poll(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,
                                              struct zpp_err *err) {
     return optim_file->backward_step.open ? fail(optim_file, read_ahead(optim_file, fault, err)) : ZPP_OK;
+}
+
+void zpp_optim_file_backward_step_expect(zpp_optim_file *optim_file, int index, bool expected) {
+    struct optim_file_shard *shard = &optim_file->shards[index];
+    size_t first, last;
+    if (!optim_file->options.backward_step || shard->unexpected == !expected) return;
+    shard->unexpected = !expected;
+    if (!chunks_of(optim_file, shard, &first, &last)) return;
+    size_t *counts = optim_file->backward_step.expected[shard->stream];
+    for (size_t chunk = first; chunk <= last; chunk++) counts[chunk] += expected ? 1 : (size_t)-1;
 }
 
 zpp_status zpp_optim_file_backward_step_end(zpp_optim_file *optim_file, struct zpp_aio_fault *fault,

@@ -246,7 +246,6 @@ class Efficiency:
         for name in (
             "curriculum",
             "token_drop",
-            "layer_drop",
             "attention",
         ):  # each line goes when its technique is there
             if getattr(self, name) is not None:

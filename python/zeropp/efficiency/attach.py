@@ -10,6 +10,7 @@ from torch import nn
 
 from zeropp.config import Config, wrong
 from zeropp.config.efficiency import last_value
+from zeropp.efficiency import layer_drop
 
 
 def _check_length(model: nn.Module, config: Config) -> None:
@@ -30,6 +31,7 @@ def _check_length(model: nn.Module, config: Config) -> None:
 #: model, given its engine, when all other hooks are in place.
 TECHNIQUES: dict[str, tuple[Callable[[nn.Module, Config], None], Callable[[nn.Module, Any], None]]] = {
     "seq_length": (_check_length, lambda model, engine: None),
+    "layer_drop": (layer_drop.check, layer_drop.attach),
 }
 
 

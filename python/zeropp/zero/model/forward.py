@@ -27,9 +27,25 @@ def install_triggers(model: nn.Module, engine: ModelState, plans: list[UnitPlan]
         for module in plan.triggers:
             units_of.setdefault(module, []).append(unit.core)
     for module, units in units_of.items():
-        inner = module._compiled_call_impl or module._call_impl
-        module._compiled_call_impl = _C.Trigger(engine.core, tuple(units), inner, _leaf(module))
-        module.compile = _CompileInside(module)  # type: ignore[method-assign]
+        _put_trigger(module, engine.core, tuple(units))
+
+
+def _put_trigger(module: nn.Module, core: Any, units: tuple[Any, ...]) -> Any:
+    inner = module._compiled_call_impl or module._call_impl
+    trigger: Any = _C.Trigger(core, units, inner, _leaf(module))
+    module._compiled_call_impl = trigger
+    module.compile = _CompileInside(module)  # type: ignore[method-assign]
+    return trigger
+
+
+def trigger_of(module: nn.Module, core: Any) -> Any:
+    """Return the trigger of a module. Where it has none, put one there that needs no units, or return None if ``core`` is None."""
+    call: Any = module._compiled_call_impl
+    while isinstance(call, WrappedCall):
+        call = call.inner
+    if isinstance(call, _C.Trigger):
+        return call
+    return None if core is None else _put_trigger(module, core, ())
 
 
 #: torch's own modules that return one tensor and let nothing else out: all that autograd saves in them lies behind it.
