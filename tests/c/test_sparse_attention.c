@@ -135,12 +135,29 @@ struct pass {
 static const int32_t starts[] = { 0, 2, 2, 4, 5, 8 }, columns[] = { 0, 3, 1, 4, 2, 0, 1, 4 };
 static const struct zpp_sparse_layout layout = { starts, columns, 1, BLOCKS, 8, BLOCK };
 
-static void do_pass(const float *qkv, const uint8_t *mask, bool causal, size_t batch, zpp_pool *pool,
+/* Causal ones have dropout, and both heads of q look at one of k and v. */
+static void do_pass(const float *qkv, const uint8_t *mask, bool causal, size_t batch, size_t first, zpp_pool *pool,
                     struct pass *pass) {
+    static const int64_t seed = 42;
     struct zpp_err err = ZPP_ERR_INIT;
     const struct zpp_sparse_attention at = {
-        .q = qkv, .k = qkv + ELEMS, .v = qkv + 2 * ELEMS, .key_mask = mask, .dtype = ZPP_F32, .batch = batch,
-        .heads = HEADS, .seq = SEQ, .dim = DIM, .layout = layout, .scale = 0.2f, .causal = causal,
+        .q = qkv,
+        .k = qkv + ELEMS,
+        .v = qkv + 2 * ELEMS,
+        .key_mask = mask,
+        .dtype = ZPP_F32,
+        .batch = batch,
+        .heads = HEADS,
+        .kv_heads = causal ? 1 : HEADS,
+        .seq = SEQ,
+        .first = first,
+        .queries = SEQ - first,
+        .dim = DIM,
+        .layout = layout,
+        .scale = 0.2f,
+        .causal = causal,
+        .dropout = causal ? 0.3f : 0.0f,
+        .seed = &seed,
     };
     memset(pass, 0, sizeof *pass);
     CHECK_OK(zpp_sparse_layout_check(&layout, HEADS, SEQ, &err));
@@ -161,10 +178,16 @@ static void threads_do_not_show(void) {
     for (size_t j = 0; j < sizeof mask; ++j) mask[j] = random_bits() % 4 != 0;
     CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     for (int causal = 0; causal < 2; ++causal) for (size_t batch = 0; batch <= BATCH; ++batch) {
-        do_pass(qkv, causal ? mask : NULL, causal, batch, NULL, &one);
-        do_pass(qkv, causal ? mask : NULL, causal, batch, pool, &many); /* one sample: fewer heads than threads */
-        CHECK(memcmp(&one, &many, sizeof one) == 0);
-        for (size_t i = 0; i < DIM && batch; ++i) CHECK(one.out[BLOCK * DIM + i] == 0.0f); /* the second block's */
+            do_pass(qkv, causal ? mask : NULL, causal, batch, 0, NULL, &one);
+            do_pass(qkv, causal ? mask : NULL, causal, batch, 0, pool,
+                    &many); /* one sample: fewer heads than threads */
+            CHECK(memcmp(&one, &many, sizeof one) == 0);
+            for (size_t i = 0; i < DIM && batch; ++i) CHECK(one.out[BLOCK * DIM + i] == 0.0f); /* the second block's */
+            for (size_t first = 1; first < SEQ; first += 37) { /* within a block; one query */
+                do_pass(qkv, causal ? mask : NULL, causal, batch, first, NULL, &one);
+                do_pass(qkv, causal ? mask : NULL, causal, batch, first, pool, &many);
+                CHECK(memcmp(&one, &many, sizeof one) == 0);
+            }
     }
     zpp_pool_destroy(pool);
 }

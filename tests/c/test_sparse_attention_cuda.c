@@ -49,25 +49,46 @@ static void check_close(const char *name, const void *a, const void *b, zpp_dtyp
 }
 
 static struct zpp_sparse_cuda_args args_of(const struct zpp_sparse_attention *at) {
-    return (struct zpp_sparse_cuda_args){
-        .q = at->q, .k = at->k, .v = at->v, .key_mask = at->key_mask, .starts = at->layout.starts,
-        .columns = at->layout.columns, .heads_all = at->batch * at->heads, .heads = at->heads, .seq = at->seq,
-        .dim = at->dim, .layout_heads = at->layout.heads, .blocks = at->layout.blocks,
-        .block = at->layout.block_elems, .entries = at->layout.entries, .scale = at->scale,
-        .dtype = at->dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : at->dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32,
-        .causal = at->causal };
+    return (struct zpp_sparse_cuda_args){.q = at->q,
+                                         .k = at->k,
+                                         .v = at->v,
+                                         .key_mask = at->key_mask,
+                                         .starts = at->layout.starts,
+                                         .columns = at->layout.columns,
+                                         .heads_all = at->batch * at->heads,
+                                         .heads = at->heads,
+                                         .seq = at->seq,
+                                         .dim = at->dim,
+                                         .layout_heads = at->layout.heads,
+                                         .blocks = at->layout.blocks,
+                                         .block = at->layout.block_elems,
+                                         .entries = at->layout.entries,
+                                         .group = at->heads / at->kv_heads,
+                                         .first = at->first,
+                                         .queries = at->queries,
+                                         .seed = at->seed,
+                                         .scale = at->scale,
+                                         .dropout = at->dropout,
+                                         .dtype = at->dtype == ZPP_BF16  ? ZPP_CUDA_BF16
+                                                  : at->dtype == ZPP_F16 ? ZPP_CUDA_F16
+                                                                         : ZPP_CUDA_F32,
+                                         .causal = at->causal};
 }
 
-static void run(void (*thunk)(const void *args), struct zpp_sparse_cuda_args *args, unsigned int tiles) {
+/* Over positions [begin, end) of `heads`, as the launcher does. */
+static void run(void (*thunk)(const void *args), struct zpp_sparse_cuda_args *args, unsigned int tiles, uint64_t heads,
+                uint64_t begin, uint64_t end) {
     args->rows = zpp_sparse_cuda_rows(tiles, args->dim);
     CHECK(args->rows <= ZPP_SPARSE_CUDA_THREADS);
-    cuda_run(thunk, args, args->heads_all * ((args->seq + args->rows - 1) / args->rows), ZPP_SPARSE_CUDA_THREADS);
+    const uint64_t strips = (end + args->rows - 1) / args->rows - begin / args->rows;
+    cuda_run(thunk, args, heads * strips, ZPP_SPARSE_CUDA_THREADS);
 }
 
 static void check_attention(const struct zpp_sparse_attention *at) {
     static float delta[HEADS * MOST_SEQ];
     struct zpp_err err = ZPP_ERR_INIT;
-    const size_t elems = at->heads * at->seq * at->dim, queries = at->heads * at->seq;
+    const size_t queries = at->heads * at->queries, elems = queries * at->dim;
+    const size_t keys = at->kv_heads * at->seq * at->dim, end = at->first + at->queries;
     const struct zpp_sparse_attention_grads grads = { want.out, grad_out, want.lse, want.grad_q, want.grad_k,
                                                       want.grad_v };
     memset(&want, 0, sizeof want), memset(&got, 0, sizeof got);
@@ -75,18 +96,18 @@ static void check_attention(const struct zpp_sparse_attention *at) {
     CHECK_OK(zpp_sparse_attention_backward(at, &grads, NULL, &err));
     struct zpp_sparse_cuda_args args = args_of(at);
     args.out = got.out, args.lse = got.lse;
-    run(forward_thunk, &args, ZPP_SPARSE_CUDA_FORWARD_TILES);
+    run(forward_thunk, &args, ZPP_SPARSE_CUDA_FORWARD_TILES, at->heads, at->first, end);
     check_close("out", want.out, got.out, at->dtype, elems);
     check_close("lse", want.lse, got.lse, ZPP_F32, queries);
     args.made_out = want.out, args.grad_out = grad_out, args.lse = want.lse, args.delta = delta;
     args.grad_q = got.grad_q, args.grad_k = got.grad_k, args.grad_v = got.grad_v;
     cuda_loop(zpp_sparse_attention_cuda_delta_thunk, &args,
               (queries + ZPP_SPARSE_CUDA_THREADS - 1) / ZPP_SPARSE_CUDA_THREADS, ZPP_SPARSE_CUDA_THREADS);
-    run(zpp_sparse_attention_cuda_queries_thunk, &args, ZPP_SPARSE_CUDA_QUERY_TILES);
-    run(zpp_sparse_attention_cuda_keys_thunk, &args, ZPP_SPARSE_CUDA_KEY_TILES);
+    run(zpp_sparse_attention_cuda_queries_thunk, &args, ZPP_SPARSE_CUDA_QUERY_TILES, at->heads, at->first, end);
+    run(zpp_sparse_attention_cuda_keys_thunk, &args, ZPP_SPARSE_CUDA_KEY_TILES, at->kv_heads, 0, at->seq);
     check_close("grad_q", want.grad_q, got.grad_q, at->dtype, elems);
-    check_close("grad_k", want.grad_k, got.grad_k, at->dtype, elems);
-    check_close("grad_v", want.grad_v, got.grad_v, at->dtype, elems);
+    check_close("grad_k", want.grad_k, got.grad_k, at->dtype, keys);
+    check_close("grad_v", want.grad_v, got.grad_v, at->dtype, keys);
 }
 
 static void fill(zpp_dtype dtype, size_t elems) {
@@ -100,14 +121,34 @@ static void fill(zpp_dtype dtype, size_t elems) {
 static const int32_t starts[] = { 0, 2, 4, 6, 6, 7, 9, 9 }, columns[] = { 0, 2, 0, 1, 1, 2, 0, 0, 1 };
 static const struct zpp_sparse_layout two_layouts = { starts, columns, 2, 3, 9, 32 };
 
+/* All heads and positions; q, k and v as above. */
+static struct zpp_sparse_attention attention(zpp_dtype dtype, size_t heads, size_t seq, size_t dim,
+                                             struct zpp_sparse_layout layout) {
+    return (struct zpp_sparse_attention){.q = q,
+                                         .k = k,
+                                         .v = v,
+                                         .dtype = dtype,
+                                         .batch = 1,
+                                         .heads = heads,
+                                         .kv_heads = heads,
+                                         .seq = seq,
+                                         .queries = seq,
+                                         .dim = dim,
+                                         .layout = layout,
+                                         .scale = 0.3f};
+}
+
 static void equals_the_cpu(void) {
     static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
+    static const int64_t seed = -3;
     static uint8_t mask[MOST_SEQ];
     for (size_t j = 0; j < MOST_SEQ; ++j) mask[j] = j % 5 != 2;
-    for (int turn = 0; turn < 4; ++turn) {
-        struct zpp_sparse_attention at = { q, k, v, turn & 2 ? mask : NULL, kinds[turn % 3], 1, HEADS, MOST_SEQ, 20,
-                                           two_layouts, 0.3f, turn & 1 };
+    for (int turn = 0; turn < 8; ++turn) {
+        struct zpp_sparse_attention at = attention(kinds[turn % 3], HEADS, MOST_SEQ, 20, two_layouts);
+        at.causal = turn & 1, at.key_mask = turn & 2 ? mask : NULL;
         if (turn == 3) at.layout.starts = starts, at.layout.heads = 1, at.layout.entries = 6;
+        if (turn >= 4) at.kv_heads = 1, at.seed = &seed, at.dropout = 0.25f; /* both heads look at one of k and v */
+        if (turn >= 6) at.first = 37, at.queries = turn == 6 ? 1 : 20;       /* inside of a strip */
         fill(at.dtype, HEADS * at.seq * at.dim);
         check_attention(&at);
     }
@@ -115,8 +156,9 @@ static void equals_the_cpu(void) {
 
 static void wide_heads(void) {
     static const int32_t one_start[] = { 0, 1, 3 }, one_column[] = { 0, 0, 1 };
-    const struct zpp_sparse_attention at = { q, k, v, NULL, ZPP_F32, 1, 1, 19, MOST_DIM,
-                                             { one_start, one_column, 1, 2, 3, 16 }, 0.05f, true };
+    const struct zpp_sparse_layout layout = {one_start, one_column, 1, 2, 3, 16};
+    struct zpp_sparse_attention at = attention(ZPP_F32, 1, 19, MOST_DIM, layout);
+    at.scale = 0.05f, at.causal = true;
     fill(ZPP_F32, at.seq * at.dim);
     CHECK(zpp_sparse_cuda_rows(ZPP_SPARSE_CUDA_KEY_TILES, 512) == 2);
     check_attention(&at);
@@ -124,14 +166,14 @@ static void wide_heads(void) {
 
 static void out_of_range(void) {
     static const int32_t wrong_start[] = { 0, 2, 9 }, wrong_column[] = { -1, 0, 7, 1 };
-    struct zpp_sparse_attention at = { q, k, v, NULL, ZPP_F32, 1, 1, 19, 4,
-                                       { wrong_start, wrong_column, 1, 2, 4, 16 }, 0.5f, false };
+    const struct zpp_sparse_layout wrong = {wrong_start, wrong_column, 1, 2, 4, 16};
+    struct zpp_sparse_attention at = attention(ZPP_F32, 1, 19, 4, wrong);
     static const int32_t right_start[] = { 0, 1, 2 }, right_column[] = { 0, 1 };
     struct zpp_err err = ZPP_ERR_INIT;
     fill(ZPP_F32, at.seq * at.dim);
     struct zpp_sparse_cuda_args args = args_of(&at);
     args.out = got.out, args.lse = got.lse;
-    run(forward_thunk, &args, ZPP_SPARSE_CUDA_FORWARD_TILES);
+    run(forward_thunk, &args, ZPP_SPARSE_CUDA_FORWARD_TILES, 1, 0, at.seq);
     at.layout.starts = right_start, at.layout.columns = right_column, at.layout.entries = 2;
     CHECK_OK(zpp_sparse_attention_forward(&at, want.out, want.lse, NULL, &err));
     check_close("out", want.out, got.out, ZPP_F32, at.seq * at.dim);

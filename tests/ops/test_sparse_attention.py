@@ -41,42 +41,59 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def random_qkv(batch: int, heads: int, seq: int, dim: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+def random_qkv(
+    batch: int, heads: int, seq: int, dim: int, dtype: torch.dtype, seed: int, group: int = 1
+) -> list[Tensor]:
+    """q, k, v and the gradient of the output; ``group`` heads of q to one of k and v."""
     draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, heads, seq, dim, generator=draw).to(dtype) for _ in range(4)]
+    each = (heads, heads // group, heads // group, heads)
+    return [torch.randn(batch, number, seq, dim, generator=draw).to(dtype) for number in each]
 
 
 def check(
-    layout: ops.SparseLayout, tensors: list[Tensor], *, causal: bool, scale: float, key_mask: Tensor | None
-) -> None:
-    """Forward and backward of every sample within the bound."""
+    layout: ops.SparseLayout, tensors: list[Tensor], *, causal: bool, scale: float, key_mask: Tensor | None,
+    dropout: float = 0.0,
+) -> None:  # fmt: skip
+    """Forward and backward of every sample within the bound. Grouped heads: the reference repeats keys, and adds their gradients."""
     q, k, v, do = tensors
     batch, heads, seq, dim = q.shape
+    group = heads // k.shape[1]
     mine = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = ops.sparse_attention(*mine, layout, causal=causal, scale=scale, key_mask=key_mask)
+    seed = torch.tensor([-7]) if dropout else None
+    out = ops.sparse_attention(*mine, layout, causal=causal, scale=scale, key_mask=key_mask, dropout=dropout, seed=seed)
     out.backward(do)
     mask = layout.mask().expand(heads, -1, -1)
+
+    def grouped(per_head: Tensor) -> Tensor:
+        return per_head.unflatten(0, (-1, group)).sum(1)
+
     for b in range(batch):
         keys = None if key_mask is None else key_mask[b]
         visible = reference.seen(mask, layout.block, seq, causal=causal, keys=keys)
-        want = reference.attend(q[b], k[b], v[b], do[b], visible, scale)
-        aq, ak, av, ado = (t[b].double().abs() for t in (q, k, v, do))
+        keep = torch.ones(())
+        if dropout:
+            keep = torch.stack([reference.kept(-7, b * heads + h, seq, dropout) for h in range(heads)])
+        wide = [t[b].repeat_interleave(group, 0) for t in (k, v)]
+        want = reference.attend(q[b], *wide, do[b], visible, scale, keep)
+        aq, ak, av, ado = (t.double().abs() for t in (q[b], *wide, do[b]))
         by_score = (dim + 2) * U * abs(scale) * (aq @ ak.transpose(1, 2)).max().item()
         e_p = 2 * by_score + (2 * want.s.abs().max().item() + seq + 16) * U
         r, tiny = ROUND[q.dtype], (seq + 4) * TINY[q.dtype]
         r_delta = r if q.dtype != torch.float32 else 0.0
-        o_size = want.p @ av
+        o_size = (keep * want.p) @ av
         delta_size = (ado * o_size).sum(2, keepdim=True)
         ds_off = want.p * (
-            (e_p + (dim + seq + 8) * U) * (ado @ av.transpose(1, 2) + delta_size) + 2 * r_delta * delta_size
+            (e_p + (dim + seq + 8) * U) * (keep * (ado @ av.transpose(1, 2)) + delta_size) + 2 * r_delta * delta_size
         )
         ds_size = want.p * (want.dp - want.delta).abs()
         allowed = {
             "out": (out[b], want.o, (e_p + (seq + 2) * U) * o_size),
             "dq": (mine[0].grad[b], want.dq, abs(scale) * (ds_off + (seq + 4) * U * ds_size) @ ak),  # type: ignore[index]
-            "dk": (mine[1].grad[b], want.dk, abs(scale) * (ds_off + (seq + 4) * U * ds_size).transpose(1, 2) @ aq),  # type: ignore[index]
-            "dv": (mine[2].grad[b], want.dv, (e_p + (seq + 2) * U) * want.p.transpose(1, 2) @ ado),  # type: ignore[index]
-        }
+            "dk": (mine[1].grad[b], grouped(want.dk),  # type: ignore[index]
+                   grouped(abs(scale) * (ds_off + (heads * seq + 4) * U * ds_size).transpose(1, 2) @ aq)),
+            "dv": (mine[2].grad[b], grouped(want.dv),  # type: ignore[index]
+                   grouped((e_p + (heads * seq + 2) * U) * (keep * want.p).transpose(1, 2) @ ado)),
+        }  # fmt: skip
         for label, (got, true, off) in allowed.items():
             bound = off + r * (true.abs() + off) + tiny
             worst = ((got.double() - true).abs() / bound).max().item()
@@ -87,14 +104,16 @@ def check(
 @QUIET
 @given(
     seq=st.integers(1, 150), dim=st.sampled_from([1, 8, 16, 24, 64, 80]), heads=st.integers(1, 3), batch=st.integers(1, 2),
+    group=st.integers(1, 3),
     block=st.sampled_from([16, 32, 64, 128]), causal=st.booleans(), masked=st.booleans(), shared=st.booleans(),
     density=st.sampled_from([0.0, 0.3, 0.7, 1.0]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_layout_is_masked_dense_attention(
-    dtype: torch.dtype, seq: int, dim: int, heads: int, batch: int, block: int, causal: bool, masked: bool,
+    dtype: torch.dtype, seq: int, dim: int, heads: int, batch: int, group: int, block: int, causal: bool, masked: bool,
     shared: bool, density: float, seed: int,
 ) -> None:  # fmt: skip
-    tensors = random_qkv(batch, heads, seq, dim, dtype, seed)
+    heads *= group
+    tensors = random_qkv(batch, heads, seq, dim, dtype, seed, group)
     draw = torch.Generator().manual_seed(seed)
     blocks = -(-seq // block)
     layout = ops.SparseLayout.from_mask(
@@ -102,6 +121,74 @@ def test_any_layout_is_masked_dense_attention(
     )
     keys = torch.rand(batch, seq, generator=draw) < 0.7 if masked else None
     check(layout, tensors, causal=causal, scale=1.5 / math.sqrt(dim), key_mask=keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.1, 0.7])
+def test_dropout_is_that_of_its_seed_in_both_passes(dtype: torch.dtype, dropout: float) -> None:
+    """The reference draws by itself what the forward and the backward have to drop."""
+    tensors = random_qkv(2, 4, 75, 24, dtype, 5, group=2)
+    layout = ops.SparseLayout.from_mask(torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(1)) < 0.8, 32)
+    check(layout, tensors, causal=True, scale=0.2, key_mask=None, dropout=dropout)
+
+
+def test_dropout_keeps_its_rate_and_follows_torch() -> None:
+    """Weights of 1/128 each, 2 million draws: the kept share is within five standard deviations, for its pairs too."""
+    seq, heads, dropout = 128, 128, 0.3
+    q = torch.zeros(1, heads, seq, seq)
+    v = torch.eye(seq).expand(1, heads, seq, seq)
+    layout = nn.Dense(block=64).layout(heads, seq)
+    torch.manual_seed(3)
+    kept = ops.sparse_attention(q, q, v, layout, dropout=dropout) != 0
+    for draws in (kept, kept[..., 1:] & kept[..., :-1], kept[:, :, 1:] & kept[:, :, :-1], kept[:, 1:] & kept[:, :-1]):
+        chance = 0.7 if draws is kept else 0.49
+        off = abs(draws.double().mean().item() - chance)
+        assert off < 5 * math.sqrt(chance * (1 - chance) / draws.numel()) + 1e-5  # a rate is a multiple of 1/65536
+    torch.manual_seed(3)
+    assert torch.equal(kept, ops.sparse_attention(q, q, v, layout, dropout=dropout) != 0)
+    assert not torch.equal(kept, ops.sparse_attention(q, q, v, layout, dropout=dropout) != 0)
+    plain = ops.sparse_attention(q, q, v, layout)
+    assert torch.equal(plain, ops.sparse_attention(q, q, v, layout, dropout=0.0))
+
+
+@pytest.mark.parametrize(("first", "queries"), [(99, 1), (0, 1), (37, 2), (5, 90), (64, 36)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_few_queries_have_the_bits_of_all(first: int, queries: int, causal: bool) -> None:
+    """Rows at their positions: forward and dq bit for bit; dk and dv as if the other rows had no gradient."""
+    q, k, v, do = random_qkv(2, 4, 100, 24, torch.float32, 2, group=2)
+    layout = ops.SparseLayout.from_mask(torch.rand(4, 7, 7, generator=torch.Generator().manual_seed(2)) < 0.6, 16)
+    keys = torch.rand(2, 100, generator=torch.Generator().manual_seed(3)) < 0.8
+    seed = torch.tensor([11])
+    rows = slice(first, first + queries)
+    silent = torch.zeros_like(do)
+    silent[:, :, rows] = do[:, :, rows]
+
+    def run(part: Tensor, grad: Tensor, **where: int) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (part, k, v)]
+        out = ops.sparse_attention(*leaves, layout, causal=causal, key_mask=keys, dropout=0.2, seed=seed, **where)
+        out.backward(grad)
+        return [out.detach(), *(t.grad for t in leaves)]  # type: ignore[misc]
+
+    whole = run(q, silent)
+    part = run(q[:, :, rows], do[:, :, rows], first=first)
+    assert torch.equal(part[0], whole[0][:, :, rows]) and torch.equal(part[1], whole[1][:, :, rows])
+    assert torch.equal(part[2], whole[2]) and torch.equal(part[3], whole[3])
+    if first + queries == 100:
+        assert torch.equal(run(q[:, :, rows], do[:, :, rows])[0], part[0]), "the last ones need no `first`"
+
+
+def test_grouped_heads_are_repeated_keys() -> None:
+    """Output and dq bit for bit: a head computes what it does with keys of its own."""
+    q, k, v, do = random_qkv(1, 6, 90, 16, torch.float32, 4, group=3)
+    layout = nn.BigBird(block=16, per_head=True).layout(6, 90)
+    wide = [t.repeat_interleave(3, 1) for t in (k, v)]
+    results = []
+    for keys in ([k, v], wide):
+        leaves = [t.clone().requires_grad_() for t in (q, *keys)]
+        out = ops.sparse_attention(*leaves, layout)
+        out.backward(do)
+        results.append([out.detach(), leaves[0].grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
 PATTERNS = [
@@ -175,13 +262,14 @@ def test_a_layout_is_its_mask() -> None:
 def test_threads_do_not_show() -> None:
     """By heads and by blocks, one, two or three threads: the same bits. One head and three threads go by blocks."""
     for heads, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.bfloat16)):
-        q, k, v, do = random_qkv(1, heads, 300, 24, dtype, 0)
+        q, k, v, do = random_qkv(1, 2 * heads, 300, 24, dtype, 0, group=2)
         layout = ops.SparseLayout.from_mask(torch.rand(10, 10) < 0.6, 32)
+        seed = torch.tensor([heads])
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-            out = ops.sparse_attention(*leaves, layout, causal=heads == 2)
+            out = ops.sparse_attention(*leaves, layout, causal=heads == 2, dropout=0.25, seed=seed)
             out.backward(do)
             results.append([out.detach(), *(t.grad for t in leaves)])
         for other in results[1:]:
@@ -193,9 +281,10 @@ import hashlib, torch, zeropp
 torch.manual_seed(0)
 total = []
 for dtype in (torch.float32, torch.bfloat16):
-    q, k, v, do = (torch.randn(1, 2, 90, 20).to(dtype).requires_grad_() for _ in range(4))
+    q, k, v, do = (torch.randn(1, n, 90, 20).to(dtype).requires_grad_() for n in (2, 1, 1, 2))
     layout = zeropp.ops.SparseLayout.from_mask(torch.rand(2, 6, 6) < 0.6, 16)
-    out = zeropp.ops.sparse_attention(q, k, v, layout, causal=True, key_mask=torch.rand(1, 90) < 0.8)
+    keys = torch.rand(1, 90) < 0.8
+    out = zeropp.ops.sparse_attention(q, k, v, layout, causal=True, key_mask=keys, dropout=0.1)
     out.backward(do.detach())
     total += [t.detach().float().numpy().tobytes() for t in (out, q.grad, k.grad, v.grad)]
 digest = hashlib.sha256(b"".join(total)).hexdigest()
@@ -274,7 +363,14 @@ def broken(starts: list[list[int]], columns: list[int]) -> ops.SparseLayout:
     ("call", "kind", "sentence"),
     [
         (lambda: ops.sparse_attention(X[0], X[0], X[0], LAYOUT), ValueError, r"q is torch.float32 \(2, 50, 16\), wanted"),
-        (lambda: ops.sparse_attention(X, X[:, :1], X, LAYOUT), ValueError, r"k is torch.float32 \(1, 1, 50, 16\)"),
+        (lambda: ops.sparse_attention(X, X[:, :1], X, LAYOUT), ValueError, r"v is torch.float32 \(1, 2, 50, 16\)"),
+        (lambda: ops.sparse_attention(X, X[..., :8], X, LAYOUT), ValueError, r"k is torch.float32 \(1, 2, 50, 8\)"),
+        (lambda: ops.sparse_attention(X[:, :1], X, X, LAYOUT), ValueError, "q has 1 heads of 50 positions and k 2 of 50"),
+        (lambda: ops.sparse_attention(X, *[X[:, :, :20]] * 2, LAYOUT), ValueError, "q has 2 heads of 50 positions and k 2 of 20"),
+        (lambda: ops.sparse_attention(X, X, X, LAYOUT, first=1), ValueError, "first is 1, wanted 0 to 0"),
+        (lambda: ops.sparse_attention(X, X, X, LAYOUT, dropout=1.0), ValueError, "dropout is 1, wanted at least 0 and less"),
+        (lambda: ops.sparse_attention(X, X, X, LAYOUT, dropout=0.5, seed=torch.zeros(1)), ValueError, "seed is float32, wanted"),
+        (lambda: ops.sparse_attention(X, X, X, LAYOUT, dropout=0.5, seed=torch.zeros(2).long()), ValueError, "seed has 2 numbers"),
         (lambda: ops.sparse_attention(X, X, X.bfloat16(), LAYOUT), ValueError, "v is torch.bfloat16"),
         (lambda: ops.sparse_attention(X.int(), X.int(), X.int(), LAYOUT), ValueError, "q is int32, wanted float32"),
         (lambda: ops.sparse_attention(X.to("meta"), X, X, LAYOUT), ValueError, "q is on meta, wanted cpu"),
@@ -312,9 +408,10 @@ def test_misuse_is_refused(call: Any, kind: type[Exception], sentence: str) -> N
 
 def test_torch_sees_the_operators() -> None:
     z, check_op = torch.ops.zeropp, torch.library.opcheck
-    q, k, v, do = (t.requires_grad_() for t in random_qkv(2, 2, 40, 16, torch.float32, 0))
-    for keys in (torch.empty(0, dtype=torch.bool), torch.rand(2, 40) < 0.5):
-        rest = (keys, LAYOUT_40.starts, LAYOUT_40.columns, 2, 40, 16, 16, 0.25, True)
+    q, k, v, do = (t.requires_grad_() for t in random_qkv(2, 4, 40, 16, torch.float32, 0, group=2))
+    for keys, drop in ((torch.empty(0, dtype=torch.bool), 0.0), (torch.rand(2, 40) < 0.5, 0.5)):
+        seed = torch.ones(1 if drop else 0, dtype=torch.int64)
+        rest = (keys, LAYOUT_40.starts, LAYOUT_40.columns, seed, 4, 2, 40, 0, 40, 16, 16, 0.25, True, drop)
         check_op(z.sparse_attention.default, (q, k, v, *rest))
         out, lse = z.sparse_attention.default(q.detach(), k.detach(), v.detach(), *rest)
         plain = [t.detach() for t in (do, q, k, v)]

@@ -4,7 +4,8 @@
  *
  *   delta     a thread a query: <do_i, o_i>
  *   queries   a block a strip of queries, over the keys of its row: dq
- *   keys      a block a strip of keys, over the rows whose layout has them, found by bisection: dk and dv
+ *   keys      a block a strip of keys, over the heads of its group and the rows whose layout has them, found by
+ *             bisection: dk and dv
  *
  * So nothing is added by atomics: the same bits each time, and the CPU's but for rounding (forward_cuda.cu).
  */
@@ -22,17 +23,17 @@
 #include "tiles_cuda.h"
 
 struct tiles {
-    uint64_t head, first, block; /* of the strip: its first row, and its block of the layout */
+    struct place at;                 /* of the strip; its head is of q or of k, as the kernel's units are */
     float *q, *go, *k, *v, *d1, *d2; /* d1: dq or dk; d2: dv */
     float *p, *ds, *lse, *delta;     /* [queries][keys]; of the queries */
 };
 
 /* Tiles of a kernel that has dv or has not. */
-static __device__ __forceinline__ struct tiles tiles_of(const struct zpp_sparse_cuda_args *a, int tiles) {
-    const struct place place = place_of(a);
+static __device__ __forceinline__ struct tiles tiles_of(const struct zpp_sparse_cuda_args *a, int tiles, uint64_t begin,
+                                                        uint64_t end) {
     const uint64_t tile = a->rows * (a->dim + 1);
     struct tiles t;
-    t.head = place.head, t.first = place.first, t.block = place.block;
+    t.at = place_of(a, begin, end);
     t.q = scratch;
     t.go = t.q + tile;
     t.k = t.go + tile;
@@ -47,31 +48,32 @@ static __device__ __forceinline__ struct tiles tiles_of(const struct zpp_sparse_
 }
 
 static __device__ __forceinline__ void load_queries(const struct zpp_sparse_cuda_args *a, const struct tiles *t,
-                                                    uint64_t query) {
-    load_tile(a, a->q, t->head, query, t->q);
-    load_tile(a, a->grad_out, t->head, query, t->go);
+                                                    uint64_t head, uint64_t query) {
+    load_tile(a, of_queries(a, a->q, head), query, t->q);
+    load_tile(a, of_queries(a, a->grad_out, head), query, t->go);
     if (threadIdx.x >= a->rows) return;
-    const uint64_t i = query + threadIdx.x;
-    t->lse[threadIdx.x] = i < a->seq ? a->lse[t->head * a->seq + i] : -INFINITY;
-    t->delta[threadIdx.x] = i < a->seq ? a->delta[t->head * a->seq + i] : 0.0f;
+    const uint64_t i = query + threadIdx.x - a->first; /* before the first one: far beyond the last */
+    t->lse[threadIdx.x] = i < a->queries ? a->lse[head * a->queries + i] : -INFINITY;
+    t->delta[threadIdx.x] = i < a->queries ? a->delta[head * a->queries + i] : 0.0f;
 }
 
 static __device__ __forceinline__ void load_keys(const struct zpp_sparse_cuda_args *a, const struct tiles *t,
-                                                 uint64_t key) {
-    load_tile(a, a->k, t->head, key, t->k);
-    load_tile(a, a->v, t->head, key, t->v);
+                                                 uint64_t kv_head, uint64_t key) {
+    load_tile(a, of_keys(a, a->k, kv_head), key, t->k);
+    load_tile(a, of_keys(a, a->v, kv_head), key, t->v);
 }
 
-/* p and ds of queries by keys. */
-static __device__ __forceinline__ void weigh(const struct zpp_sparse_cuda_args *a, const struct tiles *t,
+/* p (dropped ones 0) and ds of queries by keys. */
+static __device__ __forceinline__ void weigh(const struct zpp_sparse_cuda_args *a, const struct tiles *t, uint64_t head,
                                              uint64_t query, uint64_t key) {
     for (uint64_t at = threadIdx.x; at < (uint64_t)a->rows * a->rows; at += ZPP_SPARSE_CUDA_THREADS) {
         const uint64_t i = at / a->rows, j = at % a->rows;
-        const int seen = is_seen(a, t->head, query + i, key + j) && t->lse[i] != -INFINITY;
-        const float s = ZPP_MUL(product(a, t->q, i, t->k, j), a->scale);
+        const int seen = is_seen(a, head, query + i, key + j) && t->lse[i] != -INFINITY;
+        const float keep = a->dropout > 0.0f ? keep_of(a, head, query + i, key + j) : 1.0f;
+        const float s = ZPP_MUL(product(a, t->q, i, t->k, j), a->scale), dp = product(a, t->go, i, t->v, j);
         const float p = seen ? zpp_exp_or_zero(ZPP_SUB(s, t->lse[i])) : 0.0f;
-        const float d = ZPP_SUB(product(a, t->go, i, t->v, j), t->delta[i]);
-        t->p[at] = p;
+        const float d = ZPP_SUB(keep == 0.0f ? 0.0f : ZPP_MUL(dp, keep), t->delta[i]);
+        t->p[at] = keep == 0.0f ? 0.0f : ZPP_MUL(p, keep);
         t->ds[at] = seen ? ZPP_MUL(ZPP_MUL(p, d), a->scale) : 0.0f;
     }
 }
@@ -91,7 +93,7 @@ static __device__ __forceinline__ void add_product(const struct zpp_sparse_cuda_
 
 KERNEL zpp_sparse_attention_cuda_delta(const __grid_constant__ struct zpp_sparse_cuda_args a) {
     const uint64_t i = (uint64_t)blockIdx.x * ZPP_SPARSE_CUDA_THREADS + threadIdx.x;
-    if (i >= a.heads_all * a.seq) return;
+    if (i >= a.heads_all * a.queries) return;
     float total = 0.0f;
     for (uint64_t d = 0; d < a.dim; ++d) {
         total = fmaf(zpp_cuda_load(a.grad_out, a.dtype, i * a.dim + d),
@@ -101,26 +103,26 @@ KERNEL zpp_sparse_attention_cuda_delta(const __grid_constant__ struct zpp_sparse
 }
 
 KERNEL zpp_sparse_attention_cuda_queries(const __grid_constant__ struct zpp_sparse_cuda_args a) {
-    const struct tiles t = tiles_of(&a, ZPP_SPARSE_CUDA_QUERY_TILES);
-    const struct span span = span_of(&a, t.head, t.block);
-    load_queries(&a, &t, t.first);
+    const struct tiles t = tiles_of(&a, ZPP_SPARSE_CUDA_QUERY_TILES, a.first, a.first + a.queries);
+    const struct span span = span_of(&a, t.at.head, t.at.block);
+    load_queries(&a, &t, t.at.head, t.at.first);
     zero_tile(&a, t.d1);
     for (uint64_t e = span.begin; e < span.end; ++e) {
         const uint64_t column = (uint64_t)(uint32_t)a.columns[e];
-        if (column >= a.blocks || (a.causal && column > t.block)) continue;
+        if (column >= a.blocks || (a.causal && column > t.at.block)) continue;
         const uint64_t most = (column + 1) * a.block, end = most < a.seq ? most : a.seq;
         for (uint64_t key = column * a.block; key < end; key += a.rows) {
-            if (a.causal && key >= t.first + a.rows) break;
+            if (a.causal && key >= t.at.first + a.rows) break;
             __syncthreads(); /* the step before still read its tiles */
-            load_keys(&a, &t, key);
+            load_keys(&a, &t, t.at.head / a.group, key);
             __syncthreads();
-            weigh(&a, &t, t.first, key);
+            weigh(&a, &t, t.at.head, t.at.first, key);
             __syncthreads();
             add_product(&a, t.ds, a.rows, 1, t.k, t.d1);
         }
     }
     __syncthreads();
-    store_tile(&a, t.d1, t.head, t.first, a.grad_q);
+    store_tile(&a, t.d1, of_queries(&a, a.q, t.at.head), t.at.first, a.grad_q);
 }
 
 /* Row `row` of the layout has column `column`. */
@@ -136,26 +138,35 @@ static __device__ __forceinline__ int has_column(const struct zpp_sparse_cuda_ar
     return low < span.end && (uint64_t)(uint32_t)a->columns[low] == column;
 }
 
+/* dk and dv of the strip from one row of one head's layout. */
+static __device__ __forceinline__ void add_row(const struct zpp_sparse_cuda_args *a, const struct tiles *t,
+                                               uint64_t head, uint64_t row) {
+    const uint64_t most = (row + 1) * a->block, last = a->first + a->queries, end = most < last ? most : last;
+    const uint64_t edge = row * a->block, least = a->first / a->rows * a->rows;
+    for (uint64_t query = edge > least ? edge : least; query < end; query += a->rows) {
+        if (a->causal && query + a->rows <= t->at.first) continue;
+        __syncthreads();
+        load_queries(a, t, head, query);
+        __syncthreads();
+        weigh(a, t, head, query, t->at.first);
+        __syncthreads();
+        add_product(a, t->ds, 1, a->rows, t->q, t->d1);
+        add_product(a, t->p, 1, a->rows, t->go, t->d2);
+    }
+}
+
 KERNEL zpp_sparse_attention_cuda_keys(const __grid_constant__ struct zpp_sparse_cuda_args a) {
-    const struct tiles t = tiles_of(&a, ZPP_SPARSE_CUDA_KEY_TILES);
-    load_keys(&a, &t, t.first);
+    const struct tiles t = tiles_of(&a, ZPP_SPARSE_CUDA_KEY_TILES, 0, a.seq);
+    const uint64_t first_row = a.first / a.block, rows = (a.first + a.queries - 1) / a.block + 1;
+    load_keys(&a, &t, t.at.head, t.at.first);
     zero_tile(&a, t.d1);
     zero_tile(&a, t.d2);
-    for (uint64_t row = a.causal ? t.block : 0; row < a.blocks; ++row) {
-        if (!has_column(&a, t.head, row, t.block)) continue;
-        const uint64_t most = (row + 1) * a.block, end = most < a.seq ? most : a.seq;
-        for (uint64_t query = row * a.block; query < end; query += a.rows) {
-            if (a.causal && query + a.rows <= t.first) continue;
-            __syncthreads();
-            load_queries(&a, &t, query);
-            __syncthreads();
-            weigh(&a, &t, query, t.first);
-            __syncthreads();
-            add_product(&a, t.ds, 1, a.rows, t.q, t.d1);
-            add_product(&a, t.p, 1, a.rows, t.go, t.d2);
+    for (uint64_t head = t.at.head * a.group; head < (t.at.head + 1) * a.group; ++head) {
+        for (uint64_t row = a.causal && t.at.block > first_row ? t.at.block : first_row; row < rows; ++row) {
+            if (has_column(&a, head, row, t.at.block)) add_row(&a, &t, head, row);
         }
     }
     __syncthreads();
-    store_tile(&a, t.d1, t.head, t.first, a.grad_k);
-    store_tile(&a, t.d2, t.head, t.first, a.grad_v);
+    store_tile(&a, t.d1, of_keys(&a, a.k, t.at.head), t.at.first, a.grad_k);
+    store_tile(&a, t.d2, of_keys(&a, a.v, t.at.head), t.at.first, a.grad_v);
 }

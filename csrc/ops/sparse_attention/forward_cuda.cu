@@ -20,13 +20,13 @@
 #include "tiles_cuda.h"
 
 struct strip {
-    uint64_t head, first, row; /* of queries; row of the layout */
+    uint64_t head, first, row; /* first: position of the first query; row of the layout */
     float *q, *keys, *out;     /* keys: k, then v */
     float *scores, *most, *sum, *factor;
 };
 
 static __device__ __forceinline__ struct strip strip_of(const struct zpp_sparse_cuda_args *a) {
-    const struct place place = place_of(a);
+    const struct place place = place_of(a, a->first, a->first + a->queries);
     const uint64_t tile = a->rows * (a->dim + 1);
     struct strip s;
     s.head = place.head, s.first = place.first, s.row = place.block;
@@ -46,6 +46,14 @@ static __device__ __forceinline__ void score(const struct zpp_sparse_cuda_args *
         const uint64_t i = at / a->rows, j = at % a->rows;
         const int seen = is_seen(a, s->head, s->first + i, key + j);
         s->scores[at] = seen ? ZPP_MUL(product(a, s->q, i, s->keys, j), a->scale) : -INFINITY;
+    }
+}
+
+/* Weights of dropped keys become 0, after their sum. */
+static __device__ __forceinline__ void drop(const struct zpp_sparse_cuda_args *a, const struct strip *s, uint64_t key) {
+    for (uint64_t at = threadIdx.x; at < (uint64_t)a->rows * a->rows; at += ZPP_SPARSE_CUDA_THREADS) {
+        const float keep = keep_of(a, s->head, s->first + at / a->rows, key + at % a->rows);
+        s->scores[at] = keep == 0.0f ? 0.0f : ZPP_MUL(s->scores[at], keep);
     }
 }
 
@@ -77,13 +85,17 @@ static __device__ __forceinline__ void add_values(const struct zpp_sparse_cuda_a
 
 static __device__ __forceinline__ void step(const struct zpp_sparse_cuda_args *a, const struct strip *s, uint64_t key) {
     __syncthreads(); /* the step before still read keys and weights */
-    load_tile(a, a->k, s->head, key, s->keys);
+    load_tile(a, of_keys(a, a->k, s->head / a->group), key, s->keys);
     __syncthreads();
     score(a, s, key);
     __syncthreads();
-    load_tile(a, a->v, s->head, key, s->keys);
+    load_tile(a, of_keys(a, a->v, s->head / a->group), key, s->keys);
     softmax(a, s);
     __syncthreads();
+    if (a->dropout > 0.0f) {
+        drop(a, s, key);
+        __syncthreads();
+    }
     add_values(a, s);
 }
 
@@ -91,9 +103,9 @@ static __device__ __forceinline__ void finish(const struct zpp_sparse_cuda_args 
     __syncthreads();
     if (threadIdx.x < a->rows) {
         const float sum = s->sum[threadIdx.x], lse = ZPP_ADD(s->most[threadIdx.x], logf(sum));
-        const uint64_t i = s->first + threadIdx.x;
+        const uint64_t i = s->first + threadIdx.x - a->first; /* before the first one: far beyond the last */
         s->factor[threadIdx.x] = sum == 0.0f ? 0.0f : ZPP_DIV(1.0f, sum); /* a query that sees nothing */
-        if (i < a->seq) a->lse[s->head * a->seq + i] = sum == 0.0f ? -INFINITY : lse;
+        if (i < a->queries) a->lse[s->head * a->queries + i] = sum == 0.0f ? -INFINITY : lse;
     }
     __syncthreads();
     for (uint64_t at = threadIdx.x; at < a->rows * a->dim; at += ZPP_SPARSE_CUDA_THREADS) {
@@ -101,13 +113,13 @@ static __device__ __forceinline__ void finish(const struct zpp_sparse_cuda_args 
         *out = ZPP_MUL(*out, s->factor[at / a->dim]);
     }
     __syncthreads();
-    store_tile(a, s->out, s->head, s->first, a->out);
+    store_tile(a, s->out, of_queries(a, a->out, s->head), s->first, a->out);
 }
 
 KERNEL zpp_sparse_attention_cuda(const __grid_constant__ struct zpp_sparse_cuda_args a) {
     const struct strip s = strip_of(&a);
     const struct span span = span_of(&a, s.head, s.row);
-    load_tile(&a, a.q, s.head, s.first, s.q);
+    load_tile(&a, of_queries(&a, a.q, s.head), s.first, s.q);
     zero_tile(&a, s.out);
     if (threadIdx.x < a.rows) s.most[threadIdx.x] = -INFINITY, s.sum[threadIdx.x] = 0.0f;
     for (uint64_t e = span.begin; e < span.end; ++e) {

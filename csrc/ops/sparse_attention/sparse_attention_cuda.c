@@ -13,12 +13,28 @@ _Static_assert(ZPP_SPARSE_CUDA_FLOATS(ZPP_SPARSE_CUDA_KEY_TILES, 2, ZPP_SPARSE_A
                    ZPP_SPARSE_CUDA_SCRATCH_FLOATS, "the widest heads must fit in strips of two");
 
 static struct zpp_sparse_cuda_args args_of(const struct zpp_sparse_attention *at) {
-    return (struct zpp_sparse_cuda_args){
-        .q = at->q, .k = at->k, .v = at->v, .key_mask = at->key_mask, .starts = at->layout.starts,
-        .columns = at->layout.columns, .heads_all = (uint64_t)at->batch * at->heads, .heads = at->heads,
-        .seq = at->seq, .dim = at->dim, .layout_heads = at->layout.heads, .blocks = at->layout.blocks,
-        .block = at->layout.block_elems, .entries = at->layout.entries, .scale = at->scale,
-        .dtype = zpp_cuda_dtype_of(at->dtype), .causal = at->causal };
+    return (struct zpp_sparse_cuda_args){.q = at->q,
+                                         .k = at->k,
+                                         .v = at->v,
+                                         .key_mask = at->key_mask,
+                                         .starts = at->layout.starts,
+                                         .columns = at->layout.columns,
+                                         .heads_all = (uint64_t)at->batch * at->heads,
+                                         .heads = at->heads,
+                                         .seq = at->seq,
+                                         .dim = at->dim,
+                                         .layout_heads = at->layout.heads,
+                                         .blocks = at->layout.blocks,
+                                         .block = at->layout.block_elems,
+                                         .entries = at->layout.entries,
+                                         .group = at->heads / at->kv_heads,
+                                         .first = at->first,
+                                         .queries = at->queries,
+                                         .seed = at->seed,
+                                         .scale = at->scale,
+                                         .dropout = at->dropout,
+                                         .dtype = zpp_cuda_dtype_of(at->dtype),
+                                         .causal = at->causal};
 }
 
 uint32_t zpp_sparse_cuda_rows(unsigned int tiles, size_t dim) {
@@ -27,13 +43,14 @@ uint32_t zpp_sparse_cuda_rows(unsigned int tiles, size_t dim) {
     return rows;
 }
 
-/* A strip a block. */
-static zpp_status launch(zpp_device *device, void *native, const char *kernel, unsigned int tiles,
-                         struct zpp_sparse_cuda_args *args, struct zpp_err *err) {
+/* A strip a block of threads, for each of `heads` the strips of positions [begin, end). */
+static zpp_status launch(zpp_device *device, void *native, const char *kernel, unsigned int tiles, uint64_t heads,
+                         uint64_t begin, uint64_t end, struct zpp_sparse_cuda_args *args, struct zpp_err *err) {
     args->rows = zpp_sparse_cuda_rows(tiles, args->dim);
+    const uint64_t strips = (end + args->rows - 1) / args->rows - begin / args->rows;
     const struct zpp_launch_cuda launch = {
-        kernel, args->heads_all * ((args->seq + args->rows - 1) / args->rows), ZPP_SPARSE_CUDA_THREADS,
-        (unsigned int)(ZPP_SPARSE_CUDA_FLOATS(tiles, args->rows, args->dim) * sizeof(float)) };
+        kernel, heads * strips, ZPP_SPARSE_CUDA_THREADS,
+        (unsigned int)(ZPP_SPARSE_CUDA_FLOATS(tiles, args->rows, args->dim) * sizeof(float))};
     return zpp_launch_cuda(device, native, &launch, args, err);
 }
 
@@ -42,7 +59,8 @@ zpp_status zpp_sparse_attention_cuda(zpp_device *device, void *native, const str
     struct zpp_sparse_cuda_args args = args_of(at);
     args.out = out;
     args.lse = lse;
-    return launch(device, native, "zpp_sparse_attention_cuda", ZPP_SPARSE_CUDA_FORWARD_TILES, &args, err);
+    return launch(device, native, "zpp_sparse_attention_cuda", ZPP_SPARSE_CUDA_FORWARD_TILES, args.heads_all, at->first,
+                  at->first + at->queries, &args, err);
 }
 
 zpp_status zpp_sparse_attention_backward_cuda(zpp_device *device, void *native, const struct zpp_sparse_attention *at,
@@ -55,14 +73,16 @@ zpp_status zpp_sparse_attention_backward_cuda(zpp_device *device, void *native, 
     args.delta = delta;
     args.grad_q = grads->grad_q, args.grad_k = grads->grad_k, args.grad_v = grads->grad_v;
     const struct zpp_launch_cuda first = {
-        "zpp_sparse_attention_cuda_delta", zpp_launch_cuda_blocks(args.heads_all * args.seq, ZPP_SPARSE_CUDA_THREADS),
-        ZPP_SPARSE_CUDA_THREADS, 0 };
+        "zpp_sparse_attention_cuda_delta",
+        zpp_launch_cuda_blocks(args.heads_all * args.queries, ZPP_SPARSE_CUDA_THREADS), ZPP_SPARSE_CUDA_THREADS, 0};
     zpp_status status = zpp_launch_cuda(device, native, &first, &args, err);
     if (!status) {
-        status = launch(device, native, "zpp_sparse_attention_cuda_queries", ZPP_SPARSE_CUDA_QUERY_TILES, &args, err);
+        status = launch(device, native, "zpp_sparse_attention_cuda_queries", ZPP_SPARSE_CUDA_QUERY_TILES,
+                        args.heads_all, at->first, at->first + at->queries, &args, err);
     }
     if (!status) {
-        status = launch(device, native, "zpp_sparse_attention_cuda_keys", ZPP_SPARSE_CUDA_KEY_TILES, &args, err);
+        status = launch(device, native, "zpp_sparse_attention_cuda_keys", ZPP_SPARSE_CUDA_KEY_TILES,
+                        args.heads_all / args.group, 0, at->seq, &args, err);
     }
     return status;
 }

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "../../base/mem.h"
+#include "dropout.h"
 
 enum { ALIGN_BYTES = 64 };
 
@@ -67,27 +68,36 @@ struct zpp_sparse_shape zpp_sparse_shape_of(const struct zpp_sparse_attention *a
     shape.blocks = at->layout.blocks;
     shape.width = (at->dim + ZPP_SPARSE_LANES - 1) / ZPP_SPARSE_LANES * ZPP_SPARSE_LANES;
     shape.tile_elems = shape.block * shape.width;
+    shape.group = at->heads / at->kv_heads;
+    shape.first_row = at->first / shape.block;
+    shape.rows = (at->first + at->queries - 1) / shape.block + 1 - shape.first_row;
     return shape;
 }
 
-/* Rows of a block that lie within the sequence. */
-static size_t rows_within(const struct zpp_sparse_shape *shape, size_t index) {
-    const size_t first = index * shape->block;
-    return shape->at->seq - first < shape->block ? shape->at->seq - first : shape->block;
-}
+static size_t whole_lanes(size_t rows) { return (rows + ZPP_SPARSE_LANES - 1) / ZPP_SPARSE_LANES * ZPP_SPARSE_LANES; }
 
-static size_t offset_elems(const struct zpp_sparse_shape *shape, size_t head, size_t index) {
-    return (head * shape->at->seq + index * shape->block) * shape->at->dim;
-}
-
-struct zpp_sparse_rows zpp_sparse_load(const struct zpp_sparse_shape *shape, const void *tensor, size_t head,
-                                       size_t index, float *scratch) {
+struct zpp_sparse_part zpp_sparse_queries(const struct zpp_sparse_shape *shape, size_t head, size_t row) {
     const struct zpp_sparse_attention *at = shape->at;
-    const size_t rows = rows_within(shape, index), dim = at->dim, bytes = zpp_dtype_bytes(at->dtype);
-    const char *from = (const char *)tensor + offset_elems(shape, head, index) * bytes;
-    const bool whole = dim == shape->width && rows == shape->block;
+    const size_t edge = row * shape->block, most = edge + shape->block, last = at->first + at->queries;
+    const size_t position = edge > at->first ? edge : at->first, end = most < last ? most : last;
+    return (struct zpp_sparse_part){head * at->queries + position - at->first, position, end - position,
+                                    whole_lanes(end - position)};
+}
+
+struct zpp_sparse_part zpp_sparse_keys(const struct zpp_sparse_shape *shape, size_t head, size_t column) {
+    const size_t position = column * shape->block, left = shape->at->seq - position;
+    const size_t rows = left < shape->block ? left : shape->block;
+    return (struct zpp_sparse_part){head / shape->group * shape->at->seq + position, position, rows, whole_lanes(rows)};
+}
+
+struct zpp_sparse_rows zpp_sparse_load(const struct zpp_sparse_shape *shape, const void *tensor,
+                                       struct zpp_sparse_part part, float *scratch) {
+    const struct zpp_sparse_attention *at = shape->at;
+    const size_t rows = part.rows, dim = at->dim, bytes = zpp_dtype_bytes(at->dtype);
+    const char *from = (const char *)tensor + part.begin * dim * bytes;
+    const bool whole = dim == shape->width && rows == part.lanes;
     if (whole && at->dtype == ZPP_F32) return (struct zpp_sparse_rows){ (const float *)(const void *)from, dim };
-    if (!whole) memset(scratch, 0, shape->tile_elems * sizeof *scratch);
+    if (!whole) memset(scratch, 0, part.lanes * shape->width * sizeof *scratch);
     if (dim == shape->width) {
         zpp_convert(scratch, ZPP_F32, from, at->dtype, rows * dim);
     } else {
@@ -98,22 +108,22 @@ struct zpp_sparse_rows zpp_sparse_load(const struct zpp_sparse_shape *shape, con
     return (struct zpp_sparse_rows){ scratch, shape->width };
 }
 
-void zpp_sparse_store(const struct zpp_sparse_shape *shape, const float *tile, void *tensor, size_t head,
-                      size_t index) {
+void zpp_sparse_store(const struct zpp_sparse_shape *shape, const float *tile, void *tensor,
+                      struct zpp_sparse_part part) {
     const struct zpp_sparse_attention *at = shape->at;
-    const size_t rows = rows_within(shape, index), dim = at->dim, bytes = zpp_dtype_bytes(at->dtype);
-    char *to = (char *)tensor + offset_elems(shape, head, index) * bytes;
-    for (size_t r = 0; r < rows; ++r) {
+    const size_t dim = at->dim, bytes = zpp_dtype_bytes(at->dtype);
+    char *to = (char *)tensor + part.begin * dim * bytes;
+    for (size_t r = 0; r < part.rows; ++r) {
         zpp_convert(to + r * dim * bytes, at->dtype, tile + r * shape->width, ZPP_F32, dim);
     }
 }
 
-void zpp_sparse_transpose(const struct zpp_sparse_shape *shape, struct zpp_sparse_rows from, float *to) {
+void zpp_sparse_transpose(const struct zpp_sparse_shape *shape, struct zpp_sparse_rows from, size_t lanes, float *to) {
     enum { PATCH = 8 }; /* patches, so that neither side leaves the cache line by line */
-    for (size_t r = 0; r < shape->block; r += PATCH) {
+    for (size_t r = 0; r < lanes; r += PATCH) {
         for (size_t c = 0; c < shape->width; c += PATCH) {
             for (size_t y = c; y < c + PATCH; ++y) {
-                for (size_t x = r; x < r + PATCH; ++x) to[y * shape->block + x] = from.at[x * from.ld + y];
+                for (size_t x = r; x < r + PATCH; ++x) to[y * lanes + x] = from.at[x * from.ld + y];
             }
         }
     }
@@ -126,19 +136,41 @@ struct zpp_sparse_span zpp_sparse_row(const struct zpp_sparse_shape *shape, size
     return (struct zpp_sparse_span){ layout->columns + start[0], layout->columns + start[1] };
 }
 
-void zpp_sparse_hide(const struct zpp_sparse_shape *shape, size_t head, size_t row, size_t column, float *s,
-                     size_t query, size_t key) {
+void zpp_sparse_hide(const struct zpp_sparse_shape *shape, size_t head, const struct zpp_sparse_scores *scores) {
     const struct zpp_sparse_attention *at = shape->at;
-    const size_t block = shape->block, within = rows_within(shape, column);
-    const uint8_t *seen = at->key_mask ? at->key_mask + head / at->heads * at->seq + column * block : NULL;
-    for (size_t j = seen ? 0 : within; j < block; ++j) {
-        if (seen && j < within && seen[j]) continue;
-        for (size_t i = 0; i < block; ++i) s[i * query + j * key] = -INFINITY;
+    const struct zpp_sparse_part *queries = &scores->queries, *keys = &scores->keys;
+    const uint8_t *seen = at->key_mask ? at->key_mask + head / at->heads * at->seq + keys->position : NULL;
+    for (size_t j = seen ? 0 : keys->rows; j < keys->lanes; ++j) {
+        if (seen && j < keys->rows && seen[j]) continue;
+        for (size_t i = 0; i < queries->lanes; ++i) scores->at[i * scores->query + j * scores->key] = -INFINITY;
     }
-    if (!at->causal || row != column) return;
-    for (size_t i = 0; i < block; ++i) {
-        for (size_t j = i + 1; j < block; ++j) s[i * query + j * key] = -INFINITY;
+    if (!at->causal || keys->position + keys->rows <= queries->position) return;
+    for (size_t i = 0; i < queries->lanes; ++i) {
+        for (size_t j = queries->position + i - keys->position + 1; j < keys->lanes; ++j) {
+            scores->at[i * scores->query + j * scores->key] = -INFINITY;
+        }
     }
+}
+
+void zpp_sparse_keep(const struct zpp_sparse_shape *shape, size_t head, const struct zpp_sparse_scores *keep) {
+    const struct zpp_sparse_attention *at = shape->at;
+    const struct zpp_sparse_part *queries = &keep->queries, *keys = &keep->keys;
+    const uint32_t below = zpp_sparse_drop_below(at->dropout);
+    const float factor = zpp_sparse_drop_factor(below);
+    for (size_t i = 0; i < queries->lanes; ++i) {
+        const uint64_t key = zpp_sparse_drop_key((uint64_t)*at->seed, head, queries->position + i);
+        float *to = keep->at + i * keep->query;
+        for (size_t j = 0; j < keys->lanes; j += ZPP_SPARSE_DROP_KEYS) { /* blocks are whole groups of keys */
+            uint64_t draws = zpp_sparse_drop_draws(key, keys->position + j);
+            for (size_t n = 0; n < ZPP_SPARSE_DROP_KEYS; ++n, draws >>= 16) {
+                to[(j + n) * keep->key] = (draws & 0xffff) < below ? 0.0f : factor;
+            }
+        }
+    }
+}
+
+void zpp_sparse_drop(float *at, const float *keep, size_t elems) {
+    for (size_t i = 0; i < elems; ++i) at[i] = keep[i] == 0.0f ? 0.0f : at[i] * keep[i];
 }
 
 /* --- units -------------------------------------------------------------------------------------------------------- */

@@ -25,13 +25,15 @@ enum {
 };
 
 struct zpp_sparse_cuda_args {
-    const void *q, *k, *v, *made_out, *grad_out; /* [heads_all][seq][dim] of dtype, as are the next */
+    const void *q, *k, *v, *made_out, *grad_out; /* of dtype, as are the next; shapes: sparse_attention.h */
     void *out, *grad_q, *grad_k, *grad_v;
-    float *lse, *delta; /* [heads_all][seq] */
+    float *lse, *delta;      /* [heads_all][queries] */
     const uint8_t *key_mask; /* [batch][seq]; NULL: all keys are seen */
     const int32_t *starts, *columns;
+    const int64_t *seed;
     uint64_t heads_all, heads, seq, dim, layout_heads, blocks, block, entries; /* heads_all: of all batches */
-    float scale;
+    uint64_t group, first, queries; /* group: heads of q that look at one head of k and v */
+    float scale, dropout;
     uint32_t rows;
     uint8_t dtype, causal; /* dtype: element_cuda.h */
 };
@@ -41,29 +43,55 @@ struct zpp_sparse_cuda_args {
     ((uint64_t)(tiles) * (rows) * ((dim) + 1) + 2 * (uint64_t)(rows) * (rows) + 3 * (uint64_t)(rows))
 
 #if defined(__CUDACC__) || defined(ZPP_ON_CPU)
+#include "dropout.h"
+
 #ifdef ZPP_ON_CPU
 static float scratch[ZPP_SPARSE_CUDA_SCRATCH_FLOATS];
 #else
 extern __shared__ float scratch[];
 #endif
 
-/* The strip of this block of threads: its head, its first row, and its block of the layout. */
+/* The strip of this block of threads: its head, its first position in the sequence, and its block of the layout. Strips
+ * begin at multiples of `rows`, so that each lies in one block; the first and the last may reach beyond the queries. */
 struct place {
     uint64_t head, first, block;
 };
-static __device__ __forceinline__ struct place place_of(const struct zpp_sparse_cuda_args *a) {
-    const uint64_t strips = (a->seq + a->rows - 1) / a->rows, first = blockIdx.x % strips * a->rows;
+static __device__ __forceinline__ struct place place_of(const struct zpp_sparse_cuda_args *a, uint64_t begin,
+                                                        uint64_t end) {
+    const uint64_t before = begin / a->rows, strips = (end + a->rows - 1) / a->rows - before;
+    const uint64_t first = (before + blockIdx.x % strips) * a->rows;
     const struct place place = { blockIdx.x / strips, first, first / a->block };
     return place;
 }
 
-/* Rows from `first` on of a head; zeros beyond seq. */
-static __device__ __forceinline__ void load_tile(const struct zpp_sparse_cuda_args *a, const void *tensor,
-                                                 uint64_t head, uint64_t first, float *tile) {
+/* A tensor's heads, and the positions of the sequence that it has of each. */
+struct source {
+    const void *tensor;
+    uint64_t head, begin, count;
+};
+static __device__ __forceinline__ struct source of_queries(const struct zpp_sparse_cuda_args *a, const void *tensor,
+                                                           uint64_t head) {
+    const struct source source = {tensor, head, a->first, a->queries};
+    return source;
+}
+static __device__ __forceinline__ struct source of_keys(const struct zpp_sparse_cuda_args *a, const void *tensor,
+                                                        uint64_t kv_head) {
+    const struct source source = {tensor, kv_head, 0, a->seq};
+    return source;
+}
+
+static __device__ __forceinline__ int is_inside(const struct source *source, uint64_t position) {
+    return position >= source->begin && position - source->begin < source->count;
+}
+
+/* Rows from `first` on of a head; zeros beyond what the tensor has. */
+static __device__ __forceinline__ void load_tile(const struct zpp_sparse_cuda_args *a, struct source source,
+                                                 uint64_t first, float *tile) {
     for (uint64_t at = threadIdx.x; at < a->rows * a->dim; at += ZPP_SPARSE_CUDA_THREADS) {
         const uint64_t r = at / a->dim, d = at % a->dim;
-        const uint64_t from = (head * a->seq + first + r) * a->dim + d;
-        tile[r * (a->dim + 1) + d] = first + r < a->seq ? zpp_cuda_load(tensor, a->dtype, from) : 0.0f;
+        const uint64_t from = (source.head * source.count + first + r - source.begin) * a->dim + d;
+        tile[r * (a->dim + 1) + d] =
+            is_inside(&source, first + r) ? zpp_cuda_load(source.tensor, a->dtype, from) : 0.0f;
     }
 }
 
@@ -72,11 +100,12 @@ static __device__ __forceinline__ void zero_tile(const struct zpp_sparse_cuda_ar
 }
 
 static __device__ __forceinline__ void store_tile(const struct zpp_sparse_cuda_args *a, const float *tile,
-                                                  uint64_t head, uint64_t first, void *tensor) {
+                                                  struct source source, uint64_t first, void *to) {
     for (uint64_t at = threadIdx.x; at < a->rows * a->dim; at += ZPP_SPARSE_CUDA_THREADS) {
         const uint64_t r = at / a->dim, d = at % a->dim;
-        if (first + r >= a->seq) continue;
-        zpp_cuda_store(tensor, a->dtype, (head * a->seq + first + r) * a->dim + d, tile[r * (a->dim + 1) + d]);
+        if (!is_inside(&source, first + r)) continue;
+        zpp_cuda_store(to, a->dtype, (source.head * source.count + first + r - source.begin) * a->dim + d,
+                       tile[r * (a->dim + 1) + d]);
     }
 }
 
@@ -88,11 +117,20 @@ static __device__ __forceinline__ float product(const struct zpp_sparse_cuda_arg
     return total;
 }
 
-/* Query i sees key j, both inside the sequence. */
+/* Query i, at a position that q has, sees key j. */
 static __device__ __forceinline__ int is_seen(const struct zpp_sparse_cuda_args *a, uint64_t head, uint64_t i,
                                               uint64_t j) {
-    if (i >= a->seq || j >= a->seq || (a->causal && j > i)) return 0;
+    if (i < a->first || i - a->first >= a->queries || j >= a->seq || (a->causal && j > i)) return 0;
     return !a->key_mask || a->key_mask[head / a->heads * a->seq + j];
+}
+
+/* The factor of dropout of query i and key j: 0, or what makes up for those. */
+static __device__ __forceinline__ float keep_of(const struct zpp_sparse_cuda_args *a, uint64_t head, uint64_t i,
+                                                uint64_t j) {
+    const uint32_t below = zpp_sparse_drop_below(a->dropout);
+    const uint64_t draws = zpp_sparse_drop_draws(zpp_sparse_drop_key((uint64_t)*a->seed, head, i), j);
+    const uint32_t draw = (uint32_t)(draws >> 16 * (j % ZPP_SPARSE_DROP_KEYS)) & 0xffff;
+    return draw < below ? 0.0f : zpp_sparse_drop_factor(below);
 }
 
 /* Entries [begin, end) of a row of a head's layout, held inside the layout, which is checked on the CPU only. */
