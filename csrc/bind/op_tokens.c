@@ -52,7 +52,8 @@ static void sample(StableIValue *stack, uint64_t inputs, bool cuda) {
     zpp_boxed_begin(&args, ZPP_SCHEMA_zpp_op_token_sample, stack, inputs);
     const struct zpp_tensor *kept = zpp_boxed_tensor(&args);
     const int64_t seq = zpp_boxed_int(&args), keep = zpp_boxed_int(&args);
-    const int64_t seed = zpp_boxed_int(&args), layer = zpp_boxed_int(&args);
+    const int64_t seed = zpp_boxed_int(&args), layer = zpp_boxed_int(&args), first = zpp_boxed_int(&args);
+    const struct zpp_tokens_key key = { (uint64_t)seed, (uint64_t)layer, (uint64_t)first };
     if (cuda) zpp_op_on_cuda(&args, kept);
     if (zpp_op_check_tensor(&args, "kept", kept, 1u << ZPP_I32) && check_count(&args, "seq", seq, 1) &&
         check_count(&args, "keep", keep, 1)) {
@@ -66,12 +67,12 @@ static void sample(StableIValue *stack, uint64_t inputs, bool cuda) {
     const size_t batch = zpp_boxed_ok(&args) ? kept->elems / (size_t)keep : 0;
     if (zpp_boxed_ok(&args) && !cuda) {
         zpp_pool *pool = zpp_op_pool_take();
-        zpp_tokens_sample(kept->data, batch, (size_t)seq, (size_t)keep, (uint64_t)seed, (uint64_t)layer, pool);
+        zpp_tokens_sample(kept->data, batch, (size_t)seq, (size_t)keep, key, pool);
         zpp_op_pool_give(pool);
     } else if (zpp_boxed_ok(&args) && zpp_op_find_stream(&args, &on)) {
         struct zpp_err err = ZPP_ERR_INIT;
         zpp_op_launched(&args, zpp_tokens_sample_cuda(on.device, on.native, kept->data, batch, (size_t)seq,
-                                                      (size_t)keep, (uint64_t)seed, (uint64_t)layer, &err), &err);
+                                                      (size_t)keep, key, &err), &err);
     }
     zpp_boxed_end(&args);
 }

@@ -54,8 +54,8 @@ static void threads_do_not_show(void) {
     CHECK(full && part && out);
     CHECK_OK(zpp_pool_create(in_new_threads, 3, &pool, &err));
     for (size_t i = 0; i < full_bytes; ++i) full[i] = (uint8_t)(i * 2654435761u >> 24);
-    zpp_tokens_sample(kept, BATCH, SEQ, KEEP, 5, 6, NULL);
-    zpp_tokens_sample(again, BATCH, SEQ, KEEP, 5, 6, pool);
+    zpp_tokens_sample(kept, BATCH, SEQ, KEEP, (struct zpp_tokens_key){ 5, 6, 0 }, NULL);
+    zpp_tokens_sample(again, BATCH, SEQ, KEEP, (struct zpp_tokens_key){ 5, 6, 0 }, pool);
     CHECK(memcmp(kept, again, sizeof kept) == 0);
     const struct zpp_tokens tokens = { kept, BATCH, SEQ, KEEP, ROW_BYTES };
     CHECK_OK(zpp_tokens_check(&tokens, &err));

@@ -22,9 +22,9 @@ static int32_t kept[DRAWS * SEQ], drawn[DRAWS * SEQ];
 static void draws(void) {
     for (size_t keep = 1; keep <= SEQ; keep += 4) {
         struct zpp_tokens_cuda_args args = { .kept = drawn, .batch = DRAWS, .seq = SEQ, .keep = keep, .seed = 7,
-                                             .layer = 3 };
+                                             .layer = 3, .first = 11 };
         memset(drawn, 0, sizeof drawn);
-        zpp_tokens_sample(kept, DRAWS, SEQ, keep, 7, 3, NULL);
+        zpp_tokens_sample(kept, DRAWS, SEQ, keep, (struct zpp_tokens_key){ 7, 3, 11 }, NULL);
         cuda_loop(zpp_tokens_cuda_sample_thunk, &args, 2, ZPP_TOKENS_CUDA_THREADS);
         CHECK(memcmp(kept, drawn, DRAWS * keep * sizeof *kept) == 0);
     }
@@ -34,7 +34,7 @@ static void check_moves(size_t keep, size_t row_bytes, uint32_t word_bytes) {
     const struct zpp_tokens tokens = { kept, BATCH, SEQ, keep, row_bytes };
     struct zpp_tokens_cuda_args args = { .kept = kept, .full = full, .out = got, .batch = BATCH, .seq = SEQ,
                                          .keep = keep, .row_words = row_bytes / word_bytes, .word_bytes = word_bytes };
-    zpp_tokens_sample(kept, BATCH, SEQ, keep, keep, row_bytes, NULL);
+    zpp_tokens_sample(kept, BATCH, SEQ, keep, (struct zpp_tokens_key){ keep, row_bytes, 0 }, NULL);
     memset(want, 1, sizeof want), memset(got, 1, sizeof got);
     zpp_tokens_gather(&tokens, full, want, NULL);
     cuda_loop(zpp_tokens_cuda_gather_thunk, &args, BATCH * keep, ZPP_TOKENS_CUDA_THREADS);

@@ -24,6 +24,8 @@ def test_a_sample_follows_its_seed_and_layer(batch: int, seq: int, data: st.Data
     kept = ops.token_sample(batch, seq, keep, seed=seed, layer=layer)
     assert kept.tolist() == reference.sample(batch, seq, keep, seed, layer)
     assert kept.shape == (batch, keep) and bool((kept.diff(dim=1) > 0).all())
+    for at in range(batch):
+        assert torch.equal(kept[at:], ops.token_sample(batch - at, seq, keep, seed=seed, layer=layer, first=at))
 
 
 def test_samples_are_even_and_draw_apart() -> None:
@@ -126,7 +128,7 @@ def test_torch_sees_the_operators() -> None:
     z, check = torch.ops.zeropp, torch.library.opcheck
     full, part = torch.randn(2, 5, 3, requires_grad=True), torch.randn(2, 2, 3, requires_grad=True)
     none = torch.empty(0)
-    check(z.token_sample_.default, (torch.zeros(2, 3, dtype=torch.int32), 5, 3, 1, 2))
+    check(z.token_sample_.default, (torch.zeros(2, 3, dtype=torch.int32), 5, 3, 1, 2, 4))
     check(z.token_gather.default, (full, KEPT, 5, 2, 3))
     check(z.token_scatter.default, (full, part, KEPT, 5, 2, 3))
     check(z.token_scatter.default, (none, part, KEPT, 5, 2, 3))

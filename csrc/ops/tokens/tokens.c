@@ -38,20 +38,21 @@ zpp_status zpp_tokens_check(const struct zpp_tokens *tokens, struct zpp_err *err
 struct sample {
     int32_t *kept;
     size_t seq, keep;
-    uint64_t seed, layer;
+    struct zpp_tokens_key key;
 };
 
 static void sample_some(size_t begin, size_t end, void *arg) {
     const struct sample *job = arg;
     for (size_t b = begin; b < end; ++b) {
-        zpp_tokens_draw(job->kept + b * job->keep, job->seq, job->keep, job->seed, job->layer, b);
+        zpp_tokens_draw(job->kept + b * job->keep, job->seq, job->keep, job->key.seed, job->key.layer,
+                        job->key.first + b);
     }
 }
 
-void zpp_tokens_sample(int32_t *kept, size_t batch, size_t seq, size_t keep, uint64_t seed, uint64_t layer,
+void zpp_tokens_sample(int32_t *kept, size_t batch, size_t seq, size_t keep, struct zpp_tokens_key key,
                        zpp_pool *pool) {
     assert(keep <= seq && seq <= INT32_MAX);
-    struct sample job = { kept, seq, keep, seed, layer };
+    struct sample job = { kept, seq, keep, key };
     zpp_pool_run(pool, batch, 1 + 8192 / (seq + 1), sample_some, &job);
 }
 

@@ -27,10 +27,14 @@ struct zpp_tokens {
 /* INVALID, with the sentence, unless kept is as said above. */
 zpp_status zpp_tokens_check(const struct zpp_tokens *tokens, struct zpp_err *err);
 
+/* What a draw follows from. `first`: the number of the first sample, counted over whatever is drawn apart. */
+struct zpp_tokens_key {
+    uint64_t seed, layer, first;
+};
+
 /* kept [batch][keep], keep <= seq < 2^31. Selection sampling (Knuth, volume 2, 3.4.2, algorithm S): S random numbers a
  * sample, no memory, rising of itself. The same on every machine and for any number of threads. */
-void zpp_tokens_sample(int32_t *kept, size_t batch, size_t seq, size_t keep, uint64_t seed, uint64_t layer,
-                       zpp_pool *pool);
+void zpp_tokens_sample(int32_t *kept, size_t batch, size_t seq, size_t keep, struct zpp_tokens_key key, zpp_pool *pool);
 
 /* part [batch][keep] rows from full [batch][seq]. No overlap. */
 void zpp_tokens_gather(const struct zpp_tokens *tokens, const void *full, void *part, zpp_pool *pool);
@@ -43,7 +47,7 @@ void zpp_tokens_scatter(const struct zpp_tokens *tokens, const void *full, const
  * There kept is not checked, which would wait for the device: a position outside [0, seq) gives a row of zeros, and is
  * placed nowhere. NOT_BUILT without the kernels, DEVICE if a launch fails. */
 zpp_status zpp_tokens_sample_cuda(zpp_device *device, void *native, int32_t *kept, size_t batch, size_t seq,
-                                  size_t keep, uint64_t seed, uint64_t layer, struct zpp_err *err);
+                                  size_t keep, struct zpp_tokens_key key, struct zpp_err *err);
 zpp_status zpp_tokens_gather_cuda(zpp_device *device, void *native, const struct zpp_tokens *tokens, const void *full,
                                   void *part, struct zpp_err *err);
 zpp_status zpp_tokens_scatter_cuda(zpp_device *device, void *native, const struct zpp_tokens *tokens, const void *full,

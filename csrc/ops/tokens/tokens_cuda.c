@@ -9,9 +9,9 @@
 #include "tokens.h"
 
 zpp_status zpp_tokens_sample_cuda(zpp_device *device, void *native, int32_t *kept, size_t batch, size_t seq,
-                                  size_t keep, uint64_t seed, uint64_t layer, struct zpp_err *err) {
-    const struct zpp_tokens_cuda_args args = { .kept = kept, .batch = batch, .seq = seq, .keep = keep, .seed = seed,
-                                               .layer = layer };
+                                  size_t keep, struct zpp_tokens_key key, struct zpp_err *err) {
+    const struct zpp_tokens_cuda_args args = { .kept = kept, .batch = batch, .seq = seq, .keep = keep,
+                                               .seed = key.seed, .layer = key.layer, .first = key.first };
     const struct zpp_launch_cuda launch = { "zpp_tokens_cuda_sample",
                                             zpp_launch_cuda_blocks(batch, ZPP_TOKENS_CUDA_THREADS),
                                             ZPP_TOKENS_CUDA_THREADS, 0 };

@@ -13,7 +13,7 @@
 
 KERNEL zpp_tokens_cuda_sample(const __grid_constant__ struct zpp_tokens_cuda_args a) {
     const uint64_t b = (uint64_t)blockIdx.x * ZPP_TOKENS_CUDA_THREADS + threadIdx.x;
-    if (b < a.batch) zpp_tokens_draw(a.kept + b * a.keep, a.seq, a.keep, a.seed, a.layer, b);
+    if (b < a.batch) zpp_tokens_draw(a.kept + b * a.keep, a.seq, a.keep, a.seed, a.layer, a.first + b);
 }
 
 static __device__ __forceinline__ void move(const struct zpp_tokens_cuda_args *a, const void *from, uint64_t row) {

@@ -13,7 +13,7 @@ struct zpp_tokens_cuda_args {
     int32_t *kept; /* read by moves, written by sample */
     const void *full, *part;
     void *out;
-    uint64_t batch, seq, keep, row_words, seed, layer;
+    uint64_t batch, seq, keep, row_words, seed, layer, first;
     uint32_t word_bytes; /* 16, 8, 4, 2 or 1: rows are moved in words, which all pointers are aligned to */
 };
 

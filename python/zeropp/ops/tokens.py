@@ -16,13 +16,13 @@ _INT32 = (torch.int32,)
 
 
 def token_sample(
-    batch: int, seq: int, keep: int, *, seed: int, layer: int = 0, device: torch.device | str = "cpu"
+    batch: int, seq: int, keep: int, *, seed: int, layer: int = 0, first: int = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Choose which ``keep`` of ``seq`` tokens of each sample a layer works on: random, rising, the same for the same numbers.
 
     Every subset is equally likely. Samples, layers and seeds draw apart from each other; on every machine, and with any
-    number of threads, the same seed and layer give the same tokens. Take another seed each step, such as the step's
-    number and the rank's mixed into one.
+    number of threads, the same seed, layer and sample give the same tokens. Take another seed each step. Let each rank pass the
+    place of its samples in the global batch as ``first``: then ranks draw apart, and another number of ranks draws the same.
 
     Args:
         batch: samples.
@@ -30,6 +30,7 @@ def token_sample(
         keep: how many to keep, 1 <= keep <= seq.
         seed: 0 <= seed < 2^63.
         layer: the layer's number, 0 <= layer < 2^63.
+        first: the number of the first sample, 0 <= first < 2^63: samples first .. first + batch - 1 are drawn.
         device: where the result is to be: "cpu" or "cuda"; the same tokens on both.
 
     Returns:
@@ -40,14 +41,14 @@ def token_sample(
         TypeError, ValueError: a number is of the wrong type or out of range.
     """
     name = "zeropp.ops.token_sample"
-    for label, value, least in (("batch", batch, 0), ("seq", seq, 1), ("keep", keep, 1), ("seed", seed, 0), ("layer", layer, 0)):  # fmt: skip
+    for label, value, least in (("batch", batch, 0), ("seq", seq, 1), ("keep", keep, 1), ("seed", seed, 0), ("layer", layer, 0), ("first", first, 0)):  # fmt: skip
         checks.check_whole(name, label, value)
         if not least <= value < 2**63:
             raise ValueError(f"{name}: {label} is {value}, wanted {least} to 2^63 - 1")
     if keep > seq:  # the tensor's size follows from it
         raise ValueError(f"{name}: keep is {keep}, wanted at most seq, {seq}")
     kept = torch.empty(batch, keep, dtype=torch.int32, device=device)
-    checks.call(f"{name}_", torch.ops.zeropp.token_sample_.default, [kept, seq, keep, seed, layer], [kept])
+    checks.call(f"{name}_", torch.ops.zeropp.token_sample_.default, [kept, seq, keep, seed, layer, first], [kept])
     return kept
 
 
@@ -145,7 +146,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return by_full, by_part, None, None, None, None
 
 
-def _fake_sample(kept: Tensor, seq: int, keep: int, seed: int, layer: int) -> None:
+def _fake_sample(kept: Tensor, seq: int, keep: int, seed: int, layer: int, first: int) -> None:
     checks.fake_check("zeropp.ops.token_sample_", "kept", kept, _INT32)
 
 
