@@ -17,6 +17,7 @@ int zpp_py_add_comm(PyObject *module);
 int zpp_py_add_zero(PyObject *module);
 int zpp_py_add_aio(PyObject *module);
 int zpp_py_add_tier(PyObject *module);
+int zpp_py_add_draw(PyObject *module);
 
 static PyObject *version(PyObject *module, PyObject *none) {
     (void)module, (void)none;
@@ -76,7 +77,7 @@ static int fill_module(PyObject *module) {
         return -1;
     }
     int (*const areas[])(PyObject *) = { zpp_py_add_base, zpp_py_add_memory, zpp_py_add_ops, zpp_py_add_comm,
-                                         zpp_py_add_zero, zpp_py_add_aio,    zpp_py_add_tier };
+                                         zpp_py_add_zero, zpp_py_add_aio,    zpp_py_add_tier,   zpp_py_add_draw };
     for (size_t area = 0; area < sizeof areas / sizeof areas[0]; ++area) {
         if (areas[area](module) != 0) return -1;
     }
