@@ -9,7 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {"cut": "cut"}
+_HOME: dict[str, str] = {
+    "analyse": "analysis",
+    "cut": "cut",
+    **dict.fromkeys(("Index", "open_index"), "index"),
+}
 
 __all__ = list(_HOME)
 
