@@ -17,10 +17,7 @@ import zeropp
 from zeropp import _C
 from zeropp.deepspeed import names as deepspeed_names
 from zeropp.errors import Error
-
-# The oldest driver (Linux, data center branch) that runs kernels of a CUDA major version: NVIDIA's minor-version
-# compatibility, so 13.1 kernels run wherever 13.0 ones do.
-OLDEST_DRIVER = {11: "R450", 12: "R525", 13: "R580"}
+from zeropp.zero.gpus import cuda_version_text, needed_driver
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,17 +70,6 @@ def torch_abi_version(libraries: Path) -> str | None:
     function.restype = ctypes.c_uint64
     version = function()
     return f"{version >> 56}.{version >> 48 & 0xFF}.{version >> 40 & 0xFF}"
-
-
-def cuda_version_text(version: int) -> str:
-    """13010 is CUDA 13.1."""
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def needed_driver(toolkit: int) -> str:
-    """Return the driver that kernels made by this toolkit need."""
-    major = toolkit // 1000
-    return f"CUDA {major}.0, driver {OLDEST_DRIVER.get(major, 'of that CUDA')} or later"
 
 
 def cuda_driver() -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Buffers:
             if buffer is None or (buffer.shape, buffer.dtype) != like or not _can_travel(buffer):
                 addresses.append(0)
                 continue
-            if not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
-                copy = torch.empty(buffer.shape, dtype=buffer.dtype).copy_(buffer.detach())
+            if not buffer.is_cpu or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
+                copy = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu").copy_(buffer.detach())
                 copies.append((buffer, copy))
                 buffer = copy
             addresses.append(buffer.data_ptr())
@@ -70,7 +70,7 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
 
 
 def _can_travel(buffer: torch.Tensor) -> bool:
-    return buffer.device.type == "cpu" and buffer.layout == torch.strided and type(buffer) in (torch.Tensor, nn.Buffer)
+    return not buffer.is_meta and buffer.layout == torch.strided and type(buffer) in (torch.Tensor, nn.Buffer)
 
 
 def descriptions(model: nn.Module) -> list[bytes]:
