@@ -14,7 +14,7 @@ import zeropp
 from torch import Tensor, nn
 from zeropp import Config, Efficiency, Growth
 from zeropp.data import cut
-from zeropp.data.cut import cut_to
+from zeropp.data.cutting import cut_to
 
 S = 12
 

@@ -11,7 +11,7 @@ from typing import Any
 
 _HOME: dict[str, str] = {
     "analyse": "analysis",
-    "cut": "cut",
+    "cut": "cutting",
     **dict.fromkeys(("CurriculumSampler", "Percentile", "Value"), "curriculum"),
     **dict.fromkeys(("Index", "open_index"), "index"),
 }

@@ -25,7 +25,7 @@ from torch import nn
 
 from zeropp.config import Config
 from zeropp.config.reading import read_json
-from zeropp.data.cut import cut_to, length_of
+from zeropp.data.cutting import cut_to, length_of
 from zeropp.deepspeed import schedules
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build

@@ -17,7 +17,7 @@ import zeropp
 from zeropp import checkpoint as checkpoints
 from zeropp import zero
 from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
-from zeropp.data.cut import cut_to, length_of
+from zeropp.data.cutting import cut_to, length_of
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.hf.report import MemoryTable, Metrics
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zeropp.data.cut import cut_to, length_of
+from zeropp.data.cutting import cut_to, length_of
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import (
     load_shards,
