@@ -79,6 +79,9 @@ _TOP_MAPPED = (
     "steps_per_print",
     "timers",
     "vocabulary_size",
+    "curriculum_learning",
+    "data_efficiency",
+    "progressive_layer_drop",
 )
 DEEPSPEED_KEYS = (*_TOP_MAPPED, *_TOP_ALWAYS, *_TOP_SWITCHES, *REFUSED)
 
@@ -210,11 +213,13 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
     _types(keys, fields)
     _zero(zero_section(keys), fields, element_bytes=2 if low else 4)
     untested = keys.get("zero_allow_untested_optimizer")
-    if untested == 1 or _flag(keys, "zero_allow_untested_optimizer", ""):  # files and DeepSpeed's own tests say 1, too
+    if untested == 1 or flag_of(
+        keys, "zero_allow_untested_optimizer", ""
+    ):  # files and DeepSpeed's own tests say 1, too
         fields["custom_optimizer"] = ("zero_allow_untested_optimizer", True)
     _clip(keys, fields)
     _batch(keys, fields, ranks)
-    _always(keys, _TOP_ALWAYS, "")
+    accept_only(keys, _TOP_ALWAYS, "")
     _switches(keys, _TOP_SWITCHES, "")
     for name, why in REFUSED.items():
         if not _is_off(name, keys.get(name)):
@@ -225,7 +230,7 @@ def fields_from_deepspeed(keys: Mapping[str, Any], ranks: int | None = None) -> 
         if name in keys:
             raise not_yet(name, keys[name], f"{way} and hand it to zeropp.prepare")
     if keys.get("steps_per_print") not in ("auto", None, float("inf")):
-        _warn(
+        warn(
             f"steps_per_print: {keys['steps_per_print']!r} changes nothing in zeropp: a loop or a Trainer says when it logs "
             "(zeropp.initialize follows it)"
         )
@@ -245,22 +250,22 @@ def _is_off(name: str, section: Any) -> bool:
 def _hints(keys: Mapping[str, Any]) -> None:
     """Sections about DeepSpeed's own workings: their keys are known, and a warning says why they change nothing."""
     for name, table in (("activation_checkpointing", _CHECKPOINTING_ALWAYS), ("checkpoint", _CHECKPOINT_ALWAYS)):
-        section = _section(keys, name)
+        section = section_of(keys, name)
         known = (*table, "number_checkpoints") if name == "activation_checkpointing" else tuple(table)
-        _refuse_unknown(section, known, name)
-        _always(section, table, f"{name}.")
-    aio = _section(keys, "aio")
-    _refuse_unknown(aio, AIO, "aio")
+        refuse_unknown(section, known, name)
+        accept_only(section, table, f"{name}.")
+    aio = section_of(keys, "aio")
+    refuse_unknown(aio, AIO, "aio")
     if aio:
         why = "depth and block size are those that python -m zeropp bench-io PATH measured"
         _changes_nothing("aio", dict(aio), why + (f"; {AIO_THREADS}" if "thread_count" in aio else ""))
-    if _section(keys, "timers"):
+    if section_of(keys, "timers"):
         _changes_nothing("timers", keys["timers"], "the library prints nothing")
     if keys.get("vocabulary_size") not in (None, "auto"):
         _changes_nothing("vocabulary_size", keys["vocabulary_size"], "DeepSpeed only warns of its alignment")
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """Warn at the line outside of zeropp that asked for the configuration."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
@@ -270,16 +275,16 @@ def _warn(message: str) -> None:
 
 
 def _changes_nothing(path: str, value: object, why: str) -> None:
-    _warn(f"{path}: {value!r} changes nothing in zeropp: {why}")
+    warn(f"{path}: {value!r} changes nothing in zeropp: {why}")
 
 
-def _refuse_unknown(section: Mapping[str, Any], known: Iterable[str], path: str) -> None:
+def refuse_unknown(section: Mapping[str, Any], known: Iterable[str], path: str) -> None:
     for key, value in section.items():
         if key not in known:
             raise ConfigError(f"{path}.{key}: unknown key (value {value!r}){nearest(key, known)}")
 
 
-def _section(keys: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
+def section_of(keys: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
     section = keys.get(name)
     if section is None:
         return {}
@@ -288,7 +293,7 @@ def _section(keys: Mapping[str, Any], name: str, path: str = "") -> Mapping[str,
     return section
 
 
-def _always(keys: Mapping[str, Any], table: Mapping[str, tuple[tuple[object, ...], str]], path: str) -> None:
+def accept_only(keys: Mapping[str, Any], table: Mapping[str, tuple[tuple[object, ...], str]], path: str) -> None:
     for name, (accepted, why) in table.items():
         value = keys.get(name, "auto")
         if value != "auto" and not any(
@@ -300,7 +305,7 @@ def _always(keys: Mapping[str, Any], table: Mapping[str, tuple[tuple[object, ...
 
 def _switches(section: Mapping[str, Any], table: Mapping[str, tuple[bool, str]], path: str) -> None:
     for name, (usual, why) in table.items():
-        if _flag(section, name, path, default=usual) is not usual:
+        if flag_of(section, name, path, default=usual) is not usual:
             _changes_nothing(path + name, section[name], why)
 
 
@@ -315,7 +320,7 @@ def _switch(section: Mapping[str, Any], path: str) -> bool | None:
 
 def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
     name = "bfloat16" if "bfloat16" in keys else "bf16"
-    bf16 = _section(keys, name)
+    bf16 = section_of(keys, name)
     known = (
         "enabled",
         "immediate_grad_update",
@@ -329,7 +334,7 @@ def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
     on = _switch(bf16, name)
     if on:
         fields["precision"] = (f"{name}.enabled", "bf16")
-        _always(
+        accept_only(
             bf16,
             {
                 "immediate_grad_update": ((True, False), "gradients are reduced as they come"),
@@ -337,7 +342,7 @@ def _precision(keys: Mapping[str, Any], fields: dict[str, Field]) -> bool:
             },
             f"{name}.",
         )
-    half = _section(keys, "fp16")
+    half = section_of(keys, "fp16")
     if _fp16(half, fields, _switch(half, "fp16")):
         compat.check({"fp16.enabled": True, f"{name}.enabled": bool(on)})
         on = True
@@ -354,13 +359,13 @@ def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
     name = "bfloat16" if "bfloat16" in keys else "bf16"
     if low == "bf16":
         for key, field in (("bf16_master_weights_and_grads", "master"), ("bf16_optimizer_states", "state")):
-            if _flag(_section(keys, name), key, f"{name}."):
+            if flag_of(section_of(keys, name), key, f"{name}."):
                 said[field] = (f"{name}.{key}", "bf16")
-    _autocast(_section(keys, "torch_autocast") if keys.get("torch_autocast") else {}, low, said)
+    _autocast(section_of(keys, "torch_autocast") if keys.get("torch_autocast") else {}, low, said)
     _dtype(keys, "communication_data_type", "", "reduce", said)
-    types = _section(keys, "data_types")
-    _refuse_unknown(types, ("grad_accum_dtype", *_DATA_TYPES_ALWAYS), "data_types")
-    _always(types, _DATA_TYPES_ALWAYS, "data_types.")
+    types = section_of(keys, "data_types")
+    refuse_unknown(types, ("grad_accum_dtype", *_DATA_TYPES_ALWAYS), "data_types")
+    accept_only(types, _DATA_TYPES_ALWAYS, "data_types.")
     if isinstance(types.get("grad_accum_dtype"), str):
         kind = types["grad_accum_dtype"].lower()
         types = {**types, "grad_accum_dtype": _LONG_DTYPES.get(kind, kind)}
@@ -377,7 +382,7 @@ def _types(keys: Mapping[str, Any], fields: dict[str, Field]) -> None:
     fields["precision"] = (path, whole)
 
 
-def _flag(section: Mapping[str, Any], key: str, path: str, default: bool = False) -> bool:
+def flag_of(section: Mapping[str, Any], key: str, path: str, default: bool = False) -> bool:
     value = section.get(key)
     if value not in (None, "auto") and not isinstance(value, bool):
         raise wrong(path + key, value, 'true, false or "auto"')
@@ -397,7 +402,7 @@ _AUTOCAST_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16
 
 
 def _autocast(section: Mapping[str, Any], low: str | None, said: dict[str, Field]) -> None:
-    _refuse_unknown(section, ("enabled", "dtype", "lower_precision_safe_modules"), "torch_autocast")
+    refuse_unknown(section, ("enabled", "dtype", "lower_precision_safe_modules"), "torch_autocast")
     if not _switch(section, "torch_autocast"):
         return
     if low is not None:
@@ -407,7 +412,7 @@ def _autocast(section: Mapping[str, Any], low: str | None, said: dict[str, Field
     if name is None:
         raise wrong("torch_autocast.dtype", dtype, "'bfloat16' or 'float16'")
     if section.get("lower_precision_safe_modules") is not None:
-        _warn(
+        warn(
             "torch_autocast.lower_precision_safe_modules changes nothing in zeropp: parameters are gathered in the type they are held "
             "in; communication_data_type says what gradients travel in"
         )
@@ -424,9 +429,9 @@ def _fp16(section: Mapping[str, Any], fields: dict[str, Field], on: bool | None)
             )
     if not on:
         return False
-    _always(section, _FP16_ALWAYS, "fp16.")
+    accept_only(section, _FP16_ALWAYS, "fp16.")
     if section.get("hysteresis", "auto") not in ("auto", 1):
-        _warn(
+        warn(
             f"fp16.hysteresis: {section['hysteresis']!r} changes nothing in zeropp: the scale goes down at the first overflow"
         )
 
@@ -458,11 +463,11 @@ def zero_section(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     where states and parameters are offloaded to."""
     if isinstance(keys.get("zero_optimization"), bool):
         return {"stage": int(keys["zero_optimization"])}
-    section = dict(_section(keys, "zero_optimization"))
+    section = dict(section_of(keys, "zero_optimization"))
     for old, new in CONVERTED.items():
         if old not in section:
             continue
-        if _flag(section, old, "zero_optimization."):
+        if flag_of(section, old, "zero_optimization."):
             there = None if section.get(new) == "auto" else section.get(new)
             compat.check({f"zero_optimization.{old}": True, f"zero_optimization.{new}": there})
             section[new] = {"device": "cpu"}
@@ -475,12 +480,12 @@ def _zero(section: Mapping[str, Any], fields: dict[str, Field], element_bytes: i
         if section.get(name) not in (None, "auto"):
             raise ConfigError(f"{_ZERO}{name}: {section[name]!r} is not there; remove it: {why}")
     section = {ZERO_ALIASES.get(name, name): value for name, value in section.items() if name not in ZERO_REFUSED}
-    _refuse_unknown(section, (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_SWITCHES, *_ZERO_HINTS), "zero_optimization")
+    refuse_unknown(section, (*_ZERO_MAPPED, *_ZERO_ALWAYS, *_ZERO_SWITCHES, *_ZERO_HINTS), "zero_optimization")
     stage = section.get("stage", 0)
     fields["stage"] = (f"{_ZERO}stage", stage)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise wrong(f"{_ZERO}stage", stage, "0, 1, 2 or 3")
-    _always(section, _ZERO_ALWAYS, _ZERO)
+    accept_only(section, _ZERO_ALWAYS, _ZERO)
     _zero_hints(section)
     for name, field in (("reduce_bucket_size", "bucket_bytes"), ("stage3_prefetch_bucket_size", "prefetch")):
         elems = section.get(name, "auto")
@@ -499,10 +504,10 @@ def _zero_hints(section: Mapping[str, Any]) -> None:
     for name, why in _ZERO_HINTS.items():
         if name in section and section[name] != "auto":
             _elements(section[name], name)
-            _warn(f"{_ZERO}{name}: {section[name]!r} changes nothing in zeropp: {why}")
+            warn(f"{_ZERO}{name}: {section[name]!r} changes nothing in zeropp: {why}")
     _switches(section, _ZERO_SWITCHES, _ZERO)
-    leaves = _section(section, "leaf_module", _ZERO)
-    _refuse_unknown(leaves, LEAF_MODULE, f"{_ZERO}leaf_module")
+    leaves = section_of(section, "leaf_module", _ZERO)
+    refuse_unknown(leaves, LEAF_MODULE, f"{_ZERO}leaf_module")
     if leaves:
         why = "repeated blocks come and go whole; Config.units chooses others"
         _changes_nothing(f"{_ZERO}leaf_module", dict(leaves), why)
@@ -511,7 +516,7 @@ def _zero_hints(section: Mapping[str, Any]) -> None:
 def _offload(section: Mapping[str, Any], stage: int) -> Offload:
     params = _tier(section, "offload_param", _OFFLOAD_PARAM_ALWAYS, _OFFLOAD_PARAM_HINTS)
     if params.kind == "cpu" and stage < 3:  # accelerate's plugin writes it at every stage
-        _warn(
+        warn(
             f"{_ZERO}offload_param: device 'cpu' changes nothing in zeropp: parameters are partitioned from stage 3 on"
         )
         params = Tier()
@@ -527,7 +532,7 @@ def _comm(section: Mapping[str, Any], stage: int) -> Comm:
         ("zero_quantized_weights", "params", "int8"),
         ("zero_quantized_gradients", "grads", "int4"),
     ):
-        facts[f"{_ZERO}{name}"] = asked = _flag(section, name, _ZERO)
+        facts[f"{_ZERO}{name}"] = asked = flag_of(section, name, _ZERO)
         if asked:
             chosen[field] = form
     path = f"{_ZERO}zero_hpz_partition_size"
@@ -550,20 +555,20 @@ def _tier(
     hints: Mapping[str, tuple[int, str]],
 ) -> Tier:
     """Return the tier of `offload_param` or `offload_optimizer`."""
-    keys = _section(section, name, _ZERO)
+    keys = section_of(section, name, _ZERO)
     path = f"{_ZERO}{name}."
     known = ("device", "nvme_path", *(("ratio",) if name == "offload_optimizer" else ()), *always, *hints)
-    _refuse_unknown(keys, known, path.rstrip("."))
+    refuse_unknown(keys, known, path.rstrip("."))
     device = keys.get("device", "none")
     if device in ("none", None):
         return Tier()
     if device not in ("cpu", "nvme"):
         raise wrong(f"{path}device", device, '"none", "cpu" or "nvme"')
-    _always(keys, always, path)
+    accept_only(keys, always, path)
     for key, (usual, why) in hints.items():
         value = keys.get(key, "auto")
         if value != "auto" and _elements(value, f"{name}.{key}") != usual:
-            _warn(f"{path}{key}: {value!r} changes nothing in zeropp: {why}")
+            warn(f"{path}{key}: {value!r} changes nothing in zeropp: {why}")
     share = _share(keys, path)
     if device != "nvme":
         return Tier(device, fraction=share)

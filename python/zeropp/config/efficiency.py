@@ -211,6 +211,33 @@ class LayerDrop:
         return (1.0 - self.theta) * math.exp(-self.gamma * step) + self.theta
 
 
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One measure of difficulty in a curriculum."""
+
+    schedule: Schedule
+    """The most difficult samples of a step."""
+    by: str = "percentile"
+    """"value": samples whose metric is at most the schedule's value. "percentile": the first value / ``of`` of all samples."""
+    of: float = 100
+    samples_path: str | None = None
+    """Samples by rising metric: an index of DeepSpeed's DataAnalyzer, without ``.idx`` and ``.bin``. None: the metric chooses no samples;
+    the script applies it (``engine.set_data_post_process_func``)."""
+    values_path: str | None = None
+    """The metric's values in that order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curriculum:
+    """The curriculum of a loader that zeropp makes, from DeepSpeed's JSON: ``zeropp.initialize(training_data=)``."""
+
+    metrics: Mapping[str, Metric]
+    order_path: str | None = None
+    """Folder for the order in which samples are drawn."""
+    epochs: int = 1000
+    workers: int = 0
+
+
 @refuses_unknown
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -220,8 +247,9 @@ class Efficiency:
     """Length that batches are cut to (sequence-length warm-up, Li et al. 2022): ``zeropp.data.cut`` does it in a plain loop, Trainer
     and Lightning's strategy by themselves."""
 
-    curriculum: Any = None
-    """Which samples a step draws: see ``zeropp.data``."""
+    curriculum: Curriculum | None = None
+    """Which samples a step draws, for loaders that ``zeropp.initialize`` makes. Elsewhere ``zeropp.data.CurriculumSampler`` is the
+    ``batch_sampler`` of a loader, and nothing stands here."""
 
     token_drop: TokenDrop | None = None
     """Tokens that layers leave out."""
@@ -239,12 +267,11 @@ class Efficiency:
     def __post_init__(self) -> None:
         if self.seq_length is not None:
             check_schedule("Efficiency.seq_length", self.seq_length, 1)
-        for name, kind in (("token_drop", TokenDrop), ("layer_drop", LayerDrop)):
+        for name, kind in (("curriculum", Curriculum), ("token_drop", TokenDrop), ("layer_drop", LayerDrop)):
             if getattr(self, name) is not None:
                 instance(f"Efficiency.{name}", getattr(self, name), kind)
         whole("Efficiency.seed", self.seed, 0, "all random choices follow from it")
         for name in (
-            "curriculum",
             "token_drop",
             "attention",
         ):  # each line goes when its technique is there

@@ -11,6 +11,7 @@ from torch import nn
 from zeropp.config import Config, wrong
 from zeropp.config.efficiency import last_value
 from zeropp.efficiency import layer_drop
+from zeropp.errors import ConfigError
 
 
 def _check_length(model: nn.Module, config: Config) -> None:
@@ -27,9 +28,17 @@ def _check_length(model: nn.Module, config: Config) -> None:
         )
 
 
+def _refuse_curriculum(model: nn.Module, config: Config) -> None:
+    raise ConfigError(
+        "Config.efficiency.curriculum: it orders the samples of a loader that zeropp makes, and prepare makes none; use "
+        "zeropp.initialize(training_data=), or give the loader a batch_sampler=zeropp.data.CurriculumSampler(...)"
+    )
+
+
 #: By the field of ``Efficiency``: what refuses a model or a configuration before anything is partitioned, and what attaches to the
 #: model, given its engine, when all other hooks are in place.
 TECHNIQUES: dict[str, tuple[Callable[[nn.Module, Config], None], Callable[[nn.Module, Any], None]]] = {
+    "curriculum": (_refuse_curriculum, lambda model, engine: None),
     "seq_length": (_check_length, lambda model, engine: None),
     "layer_drop": (layer_drop.check, layer_drop.attach),
 }
