@@ -14,12 +14,22 @@ struct zpp_cuda_kernel {
     char name[];
 };
 
+/* A driver that ZEROPP_CUDA_DRIVER names may have the kernels itself, as the simulated one has: a build without images
+ * asks it with an empty one. */
+static size_t images_count(void) {
+    return zpp_cuda_images_count ? zpp_cuda_images_count : getenv("ZEROPP_CUDA_DRIVER") != NULL;
+}
+
+static const void *image_data(size_t image) {
+    return zpp_cuda_images_count ? zpp_cuda_images[image].data : "\0\0\0";
+}
+
 static zpp_status load_images(struct zpp_cuda_device *cuda, struct zpp_err *err) {
     if (cuda->modules) return ZPP_OK;
-    CUmodule *modules = calloc(zpp_cuda_images_count + 1, sizeof *modules);
+    CUmodule *modules = calloc(images_count() + 1, sizeof *modules);
     if (!modules) return zpp_fail(err, ZPP_NOMEM, "device cuda: no memory for its table of kernels");
-    for (size_t image = 0; image < zpp_cuda_images_count; ++image) {
-        const CUresult result = cuda->api->cuModuleLoadData(&modules[image], zpp_cuda_images[image].data);
+    for (size_t image = 0; image < images_count(); ++image) {
+        const CUresult result = cuda->api->cuModuleLoadData(&modules[image], image_data(image));
         if (!result) continue;
         while (image--) cuda->api->cuModuleUnload(modules[image]);
         free(modules);
@@ -42,12 +52,12 @@ static zpp_status find_kernel(struct zpp_cuda_device *cuda, const char *name, CU
     if (status) return status;
     CUfunction function = NULL;
     CUresult result = ZPP_CU_NOT_FOUND;
-    for (size_t image = 0; result && image < zpp_cuda_images_count; ++image) {
+    for (size_t image = 0; result && image < images_count(); ++image) {
         result = cuda->api->cuModuleGetFunction(&function, cuda->modules[image], name);
     }
     if (result) {
         return zpp_fail(err, ZPP_NOT_BUILT, "device cuda: no kernel \"%s\" among %zu images", name,
-                        zpp_cuda_images_count);
+                        images_count());
     }
     struct zpp_cuda_kernel *kernel = malloc(sizeof *kernel + strlen(name) + 1);
     if (!kernel) return zpp_fail(err, ZPP_NOMEM, "device cuda: no memory for a kernel's record");
@@ -61,7 +71,7 @@ static zpp_status find_kernel(struct zpp_cuda_device *cuda, const char *name, CU
 
 zpp_status zpp_cuda_kernel(zpp_device *device, const char *name, CUfunction *out, struct zpp_err *err) {
     struct zpp_cuda_device *cuda = zpp_cuda_of(device);
-    if (!zpp_cuda_images_count) {
+    if (!images_count()) {
         return zpp_fail(err, ZPP_NOT_BUILT,
                         "device cuda: kernel \"%s\": this build has no CUDA kernels; build it where nvcc is installed",
                         name);
@@ -91,7 +101,7 @@ zpp_status zpp_cuda_launch(zpp_device *device, CUfunction function, const struct
 }
 
 void zpp_cuda_forget_kernels(struct zpp_cuda_device *cuda) {
-    for (size_t image = 0; cuda->modules && image < zpp_cuda_images_count; ++image) {
+    for (size_t image = 0; cuda->modules && image < images_count(); ++image) {
         cuda->api->cuModuleUnload(cuda->modules[image]);
     }
     while (cuda->kernels) {
