@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -294,7 +295,7 @@ class Engine(ModelState):
         if self.norm is None or self.norm_at != self.core.backwards:
             self.clip_scale, self.norm_at = 1.0, self.core.backwards
             squares, who = self.strategy.measure(self)
-            self.norm = (squares**0.5 * self.unscale, who)
+            self.norm = (math.sqrt(squares) * self.unscale, who)
         return self.norm
 
     def check_untouched(self) -> None:
