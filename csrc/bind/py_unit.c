@@ -40,6 +40,14 @@ int zpp_py_swap(Unit *unit, bool plain) {
 
 enum { RELEASE_LOCK_BYTES = 256 * 1024 };
 
+/* The unit was given memory of its own, so its address has changed. */
+static int bind_again(Unit *unit) {
+    PyObject *done = PyObject_CallFunction(unit->zero->moved, "i", unit->unit->index);
+    Py_XDECREF(done);
+    if (done) unit->bound = unit->unit->whole;
+    return done ? 0 : -1;
+}
+
 int zpp_py_need(Unit *unit, enum zpp_phase phase) {
     Zero *zero = unit->zero;
     if (zpp_unit_moves(unit->unit)) {
@@ -59,6 +67,7 @@ int zpp_py_need(Unit *unit, enum zpp_phase phase) {
             zpp_py_raise_zero(zero, &err);
             return -1;
         }
+        if (unit->unit->whole != unit->bound && zero->moved && bind_again(unit)) return -1;
     }
     return zpp_py_swap(unit, true);
 }

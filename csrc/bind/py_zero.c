@@ -288,6 +288,7 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->pack);
     Py_CLEAR(zero->unpack);
     Py_CLEAR(zero->check_unfrozen);
+    Py_CLEAR(zero->moved);
     Py_CLEAR(zero->skipped);
     zpp_py_layer_drop_forget(zero);
     zpp_py_buffers_end(zero);
@@ -435,15 +436,16 @@ static PyObject *zero_bind_unit(PyObject *self, PyObject *args) {
     Unit *unit = PyObject_New(Unit, unit_type);
     if (!unit) return NULL;
     const size_t capacity = (size_t)PyList_Size(params) + 1;
-    *unit = (Unit) { .ob_base = unit->ob_base,
-                     .zero = (Zero *)Py_NewRef(self),
-                     .unit = zpp_zero_unit(zero->core, index),
-                     .count = PyList_Size(params),
-                     .params = calloc(capacity, sizeof(PyObject *)),
-                     .grad_refs = calloc(capacity, sizeof(PyObject *)),
-                     .plain = Py_NewRef(plain),
-                     .released = released == Py_None ? NULL : Py_NewRef(released),
-                     .is_plain = true };
+    *unit = (Unit){.ob_base = unit->ob_base,
+                   .zero = (Zero *)Py_NewRef(self),
+                   .unit = zpp_zero_unit(zero->core, index),
+                   .count = PyList_Size(params),
+                   .bound = zpp_zero_unit(zero->core, index)->whole,
+                   .params = calloc(capacity, sizeof(PyObject *)),
+                   .grad_refs = calloc(capacity, sizeof(PyObject *)),
+                   .plain = Py_NewRef(plain),
+                   .released = released == Py_None ? NULL : Py_NewRef(released),
+                   .is_plain = true};
     if (!unit->params || !unit->grad_refs) {
         Py_DECREF(unit);
         return PyErr_NoMemory();
@@ -454,6 +456,15 @@ static PyObject *zero_bind_unit(PyObject *self, PyObject *args) {
         return NULL;
     }
     return (PyObject *)unit;
+}
+
+/* set_moved(callable): called with the number of a unit whose whole memory has another address. */
+static PyObject *zero_set_moved(PyObject *self, PyObject *callable) {
+    Zero *zero = (Zero *)self;
+    PyObject *old = zero->moved;
+    zero->moved = Py_NewRef(callable);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
 }
 
 static PyObject *zero_release_all(PyObject *self, PyObject *unused) {
@@ -503,20 +514,21 @@ static PyMemberDef zero_members[] = {
 };
 
 static PyMethodDef zero_methods[] = {
-    { "add_unit", zero_add_unit, METH_VARARGS,
-      "add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype) -> index" },
-    { "set_wire", zero_set_wire, METH_VARARGS,
-      "set_wire(params_bits, grads_bits, block_elems): before units are added." },
-    { "set_secondary", zero_set_secondary, METH_O,
-      "set_secondary(comm of this host): a copy of the parameters a host. Before seal." },
-    { "publish", zero_publish, METH_NOARGS, "My shards were written outside of a step: before a barrier." },
-    { "seal", zero_seal, METH_NOARGS, "Collective: make the memory of all units." },
-    { "bind_unit", zero_bind_unit, METH_VARARGS, "bind_unit(index, params, plain, released) -> Unit" },
-    { "gather_ns", zero_gather_ns, METH_NOARGS, "How long modules and readers waited for their units, so far." },
-    { "release_all", zero_release_all, METH_NOARGS, "Release every unit that is not pinned." },
-    { "memory", zero_memory, METH_NOARGS, "Bytes held on this rank, by kind." },
-    { "close", zero_close, METH_NOARGS, "The model is gone: let go of its parameters." },
-    { NULL, NULL, 0, NULL },
+    {"add_unit", zero_add_unit, METH_VARARGS,
+     "add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype) -> index"},
+    {"set_wire", zero_set_wire, METH_VARARGS,
+     "set_wire(params_bits, grads_bits, block_elems): before units are added."},
+    {"set_secondary", zero_set_secondary, METH_O,
+     "set_secondary(comm of this host): a copy of the parameters a host. Before seal."},
+    {"publish", zero_publish, METH_NOARGS, "My shards were written outside of a step: before a barrier."},
+    {"seal", zero_seal, METH_NOARGS, "Collective: make the memory of all units."},
+    {"bind_unit", zero_bind_unit, METH_VARARGS, "bind_unit(index, params, plain, released) -> Unit"},
+    {"set_moved", zero_set_moved, METH_O, "set_moved(callable): called with a unit whose whole memory moved."},
+    {"gather_ns", zero_gather_ns, METH_NOARGS, "How long modules and readers waited for their units, so far."},
+    {"release_all", zero_release_all, METH_NOARGS, "Release every unit that is not pinned."},
+    {"memory", zero_memory, METH_NOARGS, "Bytes held on this rank, by kind."},
+    {"close", zero_close, METH_NOARGS, "The model is gone: let go of its parameters."},
+    {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot zero_slots[] = {

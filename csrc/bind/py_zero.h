@@ -35,6 +35,7 @@ typedef struct Unit {
     PyObject *plain, *released; /* classes; released NULL: never swapped */
     PyObject *grad_views; /* stage 0: list of tensors over the bucket; else NULL */
     bool is_plain;
+    const unsigned char *bound; /* the address that its parameters are views of */
     size_t got;          /* gradients that came in this backward */
     PyObject **grad_refs; /* [count]; keeps local gradients alive, see py_step.c */
 } Unit;
@@ -115,6 +116,7 @@ struct Zero {
     PyObject *end_callback, *pack, *unpack;
     PyObject *raise_strays; /* () -> None: raises an error for stray reads (base/stray.h) */
     PyObject *check_unfrozen; /* () -> None: before a forward with gradients; NULL: no parameter can be unfrozen */
+    PyObject *moved;          /* (unit) -> None: its whole memory has another address; NULL: not set */
     PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
 };
 

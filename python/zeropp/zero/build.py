@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeropp import _C
+from zeropp.comm.collective import broadcast
 from zeropp.comm.group import host_communicator
 from zeropp.config import Config
 from zeropp.zero.engine import Engine
@@ -32,15 +33,17 @@ _RELEASED_CLASS = (None, ShardedGradParameter, ShardedGradParameter, Partitioned
 
 
 def make_engine(
-    model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, moments: tuple[str, ...]
-) -> Engine:
-    """Return an engine with all its stores, and its units without values; collective. ``moments``: of its optimizer.
+    model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, moments: tuple[str, ...],
+    device: torch.device,
+) -> Engine:  # fmt: skip
+    """Return an engine with all its stores, and its units without values; collective. ``moments``: of its optimizer; ``device``: where
+    units are whole.
 
     Raises:
         zeropp.TierError: a disk has no room; the model is as it was.
     """
-    core = _make_core(model, plans, config, comm, host_copy)
-    engine = Engine(config, comm, core, host_copy)
+    core = _make_core(model, plans, config, comm, host_copy, device)
+    engine = Engine(config, comm, core, host_copy, device)
     if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
         engine.sharers = len(comm.host_ranks)
     engine.states = memory = MemoryStates()
@@ -59,29 +62,33 @@ def make_engine(
         engine.close()
         raise
     engine.unfreezing.renew()
+    if engine.offloads:
+        core.set_moved(engine.bind_again)
     return engine
 
 
 # -- the core ----------------------------------------------------------------------------------------------------------
 
 
-def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> Any:
+def _make_core(
+    model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, device: torch.device
+) -> Any:
     """Return the core in C with all units, sealed. Where hosts have copies of quantised weights, their ranks share one."""
     several_hosts = comm is not None and comm.hosts > 1
     share_reads = several_hosts and config.stored_name is not None
     core = _C.Zero(
         config.stage,
         comm,
-        _prefetch_bytes(plans, config, comm, host_copy),
+        _prefetch_bytes(plans, config, comm, host_copy, device),
         config.bucket_bytes,
         config.accumulate,
         torch.get_num_threads(),
         _functions(),
         tier_of(config, "params").fraction if loads_units(config) else 0.0,
         host_communicator() if share_reads else None,
-        None,  # the type and index of torch's accelerator, and whether shards are on it
-        0,
-        False,
+        None if device.type == "cpu" else device.type,
+        device.index or 0,
+        False,  # shards are on the host
     )
     if comm is not None:
         bits = {"exact": 0, "int8": 8, "int4": 4}
@@ -94,7 +101,7 @@ def _make_core(model: nn.Module, plans: list[UnitPlan], config: Config, comm: An
         core.pool_grads()
     if config.offload.delayed_update is not None:
         core.delay_steps()
-    _add_units(core, model, plans, config, comm, host_copy)
+    _add_units(core, model, plans, config, comm, host_copy, device)
     core.seal()
     if _uses_nvme(config):
         core.trim_gradients()
@@ -110,13 +117,15 @@ def _quantised(model: nn.Module, config: Config) -> set[nn.Parameter]:
     return set() if config.stored_name is None else weight_quant.matrices(model)
 
 
-def _add_units(core: Any, model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> None:
+def _add_units(
+    core: Any, model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, device: torch.device
+) -> None:
     quantised = _quantised(model, config)
     if config.stored_name is not None:
         in_memory = tier_of(config, "params").kind != "nvme"
         core.set_weight_quant(weight_quant.BITS[config.stored_name], weight_quant.BLOCK_ELEMS, in_memory)
     for index, plan in enumerate(plans):
-        place = _place(plan, config, comm, host_copy)
+        place = _place(plan, config, comm, host_copy, device)
         core.add_unit(
             plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
             not plan.trainable and not plan.stays_frozen, place,
@@ -127,9 +136,11 @@ def _add_units(core: Any, model: nn.Module, plans: list[UnitPlan], config: Confi
                 core.quantise_param(index, number)
 
 
-def _prefetch_bytes(plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool) -> int:
+def _prefetch_bytes(plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, device: torch.device) -> int:
     if config.prefetch != "auto":
         return int(config.prefetch)
+    if device.type != "cpu":  # copy engines gather
+        return READ_AHEAD_BYTES if config.stage == 3 else 0
     if loads_units(config):
         return read_ahead_bytes(plan.numel * plan.dtype.itemsize for plan in plans)
     if comm is None or host_copy or config.stage < 3:
@@ -145,11 +156,11 @@ def _idle_core_prefetch() -> int:
     return READ_AHEAD_BYTES if cores > ranks_here * torch.get_num_threads() else 0
 
 
-def _place(plan: UnitPlan, config: Config, comm: Any, host_copy: bool) -> int:
+def _place(plan: UnitPlan, config: Config, comm: Any, host_copy: bool, device: torch.device) -> int:
     small = plan.replicates(config.units)
     if loads_units(config):
         return WHOLE if small else FILE
-    if comm is None or config.stage < 3:
+    if config.stage < 3 or (comm is None and device.type == "cpu"):
         return WHOLE
     if host_copy:
         return HOST
@@ -207,7 +218,7 @@ def _bind(engine: Engine, index: int, plan: UnitPlan) -> Unit:
     core = engine.core.bind_unit(index, plan.params, nn.Parameter, _RELEASED_CLASS[engine.stage])
     layout = core.layout()
     elems, shard_elems = layout["elems"], layout["shard_elems"]
-    whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype)
+    whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype, engine.device)
     own = whole if engine.local else tensor_over(engine.core, layout["shard"], shard_elems, plan.dtype)
     if layout["place"] == FILE:
         own = torch.empty_like(own, device="meta")
@@ -239,11 +250,11 @@ def fill(engine: Engine, unit: Unit, updated: bool) -> None:
     """
     masters = unit.trainable and has_master(unit.dtype, engine.config)
     finer = masters and any(e.param.dtype == torch.float32 for e in unit.params)
-    full = torch.zeros(unit.elems, dtype=torch.float32) if finer else None
+    full = torch.zeros(unit.elems, dtype=torch.float32, device="cpu") if finer else None
     unit.core.need()
     _fill_whole(engine, unit, full)
     moves = unit.place in (SHARD, FILE)
-    if moves:
+    if moves or engine.offloads:
         unit.core.keep_shard()
     if masters:
         _give_master(engine, unit, full, updated)
@@ -259,7 +270,7 @@ def _fill_whole(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
     for entry in unit.params:
         _fill_entry(engine, unit, entry, full)
     if comm is not None and not unit.shared and came_whole:
-        comm.broadcast(unit.whole.data_ptr(), unit.elems * unit.dtype.itemsize, 0)
+        broadcast(comm, unit.whole)
     _meet(engine, unit)
 
 
@@ -288,7 +299,7 @@ def _values_of(engine: Engine, entry: Entry, sharded: bool, copies: bool) -> tor
     if not copies or not entry.param.data.numel():
         return entry.param.data
     values = entry.param.data.contiguous()
-    engine.comm.broadcast(values.data_ptr(), values.nbytes, 0)
+    broadcast(engine.comm, values)
     return values
 
 
@@ -308,6 +319,8 @@ def _give_master(engine: Engine, unit: Unit, full: torch.Tensor | None, updated:
     if engine.comm is not None and full is None:
         engine.comm.barrier()  # one shared copy: rank 0 must have filled it
     elif engine.comm is not None and full is not None:
-        engine.comm.broadcast(full.data_ptr(), full.numel() * 4, 0)
+        broadcast(engine.comm, full)
     values = unit.whole if full is None else full
-    unit.states_in.keep_master(unit, values[unit.begin_elems : unit.begin_elems + unit.shard.numel()])
+    unit.states_in.keep_master(
+        unit, values[unit.begin_elems : unit.begin_elems + unit.shard.numel()].to(unit.shard.device)
+    )

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zeropp.comm.collective import all_gather
 from zeropp.config import Config, LossScale
 from zeropp.efficiency.clock import Clock
 from zeropp.errors import ConfigError, Error
@@ -156,8 +157,8 @@ class StepSchedule(Part):
 class Engine(ModelState):
     """The state of one prepared model. Held by its parameters and its optimizer, never by itself through the model."""
 
-    def __init__(self, config: Config, comm: Any, core: Any, host_copy: bool) -> None:
-        super().__init__(config, comm, core)
+    def __init__(self, config: Config, comm: Any, core: Any, host_copy: bool, device: torch.device) -> None:
+        super().__init__(config, comm, core, device)
         self.host_copy = host_copy
         self.clip_scale = 1.0
         chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
@@ -188,6 +189,14 @@ class Engine(ModelState):
         if self.stage == 0 and self.ranks > 1:
             gradient = tensor_over(self.core, unit.core.layout()["gradient"], unit.elems, unit.grad_dtype)
             unit.core.set_grad_views([e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in unit.params])
+
+    def bind_again(self, index: int) -> None:
+        """Make the parameters of a unit views of its whole memory, whose address has changed (csrc/zero/placement/wrapped.c)."""
+        unit = self.units[index]
+        unit.whole = tensor_over(self.core, unit.core.layout()["whole"], unit.elems, unit.dtype, self.device)
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in unit.params:
+                entry.param.data = entry.of(unit.whole[entry.offset_elems : entry.offset_elems + entry.numel])
 
     # -- passes ----------------------------------------------------------------------------------------------------------
 
@@ -270,10 +279,10 @@ class Engine(ModelState):
         if found is None:
             return [None] * len(unit.params)
         shard, present = found
-        whole = torch.empty(unit.elems, dtype=shard.dtype) if self.ranks > 1 else shard.clone()
+        whole = torch.empty(unit.elems, dtype=shard.dtype, device=shard.device) if self.ranks > 1 else shard.clone()
         if self.ranks > 1:
-            self.comm.all_gather(whole.data_ptr(), shard.data_ptr(), shard.numel() * shard.element_size())
-        whole.mul_(scale)
+            all_gather(self.comm, whole, shard)
+        whole = whole.mul_(scale).to(self.device)
         return [
             e.of(whole[e.offset_elems : e.offset_elems + e.numel]) if present[i] else None
             for i, e in enumerate(unit.params)
@@ -287,7 +296,8 @@ class Engine(ModelState):
     @property
     def unscale(self) -> float:
         """Return the factor that makes a held gradient the gradient of the loss."""
-        scale = 1.0 / self.accumulate if self.ranks == 1 or self.core.hold else 1.0
+        unreduced = self.ranks == 1 and not self.offloads
+        scale = 1.0 / self.accumulate if unreduced or self.core.hold else 1.0
         return scale / self.scaler.scale
 
     def measure(self) -> tuple[float, list[str]]:
@@ -366,7 +376,7 @@ class Engine(ModelState):
         else a temporary in ``state_dtype``."""
         if self.states_in_place(unit):
             return unit.states_in.make(unit, kind)
-        return torch.zeros(unit.shard.numel(), dtype=unit.state_dtype)
+        return torch.zeros(unit.shard.numel(), dtype=unit.state_dtype, device=unit.shard.device)
 
     def load_optimizer_state(self, unit: Unit, state: dict[str, torch.Tensor]) -> None:
         """Copy into the unit's optimizer state, creating it where no step was taken yet."""

@@ -159,7 +159,7 @@ class GradStore(Part):
         return {("cpu", "grads"): paper["grads"]}
 
     def held_bytes(self, engine: ModelState) -> Bytes:
-        if engine.ranks > 1 or not engine.local_grads:
+        if engine.ranks > 1 or not engine.local_grads or engine.offloads:
             return {("cpu", "grads"): engine.core.memory()["grads"]}
         with torch._C.DisableTorchFunctionSubclass():
             found = [entry.param.grad for unit in engine.units for entry in unit.params]
@@ -349,7 +349,7 @@ class Unit:
 class ModelState:
     """The state of one prepared model on this rank: the communicator, the units, and the stores of each kind of state."""
 
-    def __init__(self, config: Config, comm: Any, core: Any) -> None:
+    def __init__(self, config: Config, comm: Any, core: Any, device: torch.device) -> None:
         self.config = config
         self.comm = comm
         self.core = core
@@ -357,7 +357,9 @@ class ModelState:
         self.ranks: int = comm.ranks if comm is not None else 1
         self.stage: int = config.stage
         self.accumulate: int = config.accumulate
-        self.local = self.ranks == 1 or self.stage == 0
+        self.device = device  # where units are whole, and the model computes
+        self.offloads = device.type != "cpu"  # shards are on the host beside an accelerator, on one rank too
+        self.local = (self.ranks == 1 or self.stage == 0) and not self.offloads
         self.local_grads = self.local  # in p.grad, where autograd leaves them; not where they live in a file
         self.sharers = 0  # ranks that hold a second copy of the parameters together (hpZ)
         self.units: list[Unit] = []

@@ -20,6 +20,7 @@ from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
 from zeropp.efficiency import attach as efficiency
 from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
+from zeropp.zero.accelerator import check_accelerator, check_parameter_device, device_of
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
@@ -74,9 +75,10 @@ def prepare(
         attach(model, optimizer)
         return model, optimizer
     config = as_config(config, "prepare")
-    _check_device(config)
-    _check_model(model, config)
+    device = device_of(model, config)
+    _check_model(model, config, device)
     comm = _communicator()
+    check_accelerator(config, device, comm)
     if comm is not None:
         check_same_config(comm, config, optimizer)
         if config.preflight:
@@ -85,8 +87,8 @@ def prepare(
             preflight()
     plans = _plan(model, optimizer, config, comm)
     meta.give_values(model, getattr(config.offload.params, "path", None))
-    host_copy = comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
-    engine = make_engine(model, plans, config, comm, host_copy, moments_of(optimizer))
+    host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
+    engine = make_engine(model, plans, config, comm, host_copy, moments_of(optimizer), device)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
@@ -237,18 +239,7 @@ def _host_facts(config: Config, comm: Any) -> dict[str, Any]:
     return facts
 
 
-def _check_device(config: Config) -> None:
-    wanted = None if config.device is None else torch.device(config.device)
-    if wanted is not None and wanted.type == "cpu":
-        return
-    if wanted is not None or torch.cuda.is_available():
-        raise ConfigError(
-            f"prepare: training on {wanted or 'the GPU that this machine has'} is not supported; "
-            "zeropp.Config(device='cpu') trains on the CPU"
-        )
-
-
-def _check_model(model: nn.Module, config: Config) -> None:
+def _check_model(model: nn.Module, config: Config, device: torch.device) -> None:
     refuse_lazy(model, "prepare")
     ignored = ignored_parameters(model, config.ignored)
     for parameter, name in ignored.items():
@@ -264,6 +255,7 @@ def _check_model(model: nn.Module, config: Config) -> None:
         raise ConfigError(f"prepare: {type(model).__name__} has no parameters, so there is nothing to partition")
     for name, parameter in named:
         _check_parameter(name, parameter)
+        check_parameter_device(name, parameter, device)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -273,10 +265,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ConfigError(
             f"prepare: parameter '{name}' is a {type(parameter).__name__}, a class of its own, which is not supported; wanted "
             "a plain torch.nn.Parameter"
-        )
-    if parameter.device.type not in ("cpu", "meta"):
-        raise ConfigError(
-            f"prepare: parameter '{name}' is on {parameter.device}; training on accelerators is not supported; move the model to the CPU"
         )
 
 

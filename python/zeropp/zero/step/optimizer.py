@@ -237,14 +237,14 @@ class ZeroOptimizer(optim.Optimizer):
             compat.check({**custom.facts_of(self), "clip_grad_norm_.norm_type": p})
         self._refuse_complex(f"clip_grad_norm_: norm_type {p} has")
         largest = p == float("inf")
-        parts = [torch.zeros((), dtype=torch.float64)]
+        parts = [torch.zeros((), dtype=torch.float64, device="cpu")]
         for gradient in self._held_gradients():
             sizes = gradient.detach().abs().double()
             parts.append(sizes.max() if largest and sizes.numel() else sizes.pow(p).sum())
         own = torch.stack(parts).max() if largest else torch.stack(parts).sum()
         every = own.reshape(1)
         if not engine.local:  # on one rank its own are all
-            every = torch.empty(engine.ranks, dtype=torch.float64)
+            every = torch.empty(engine.ranks, dtype=torch.float64, device="cpu")
             all_gather(engine.comm, every, own)
         total = every.max() if largest else every.sum().pow(1 / p)
         return float(total) * engine.unscale

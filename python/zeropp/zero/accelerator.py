@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device on which a model computes, and what does not go together with a GPU yet (docs/design/0038-training-on-gpus.md)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.config import Config
+from zeropp.errors import ConfigError
+from zeropp.zero.formulas import tier_of
+from zeropp.zero.model_state import CPU
+
+
+def device_of(model: nn.Module, config: Config) -> torch.device:
+    """Return the device on which units are whole, with its index: ``config.device``, else the one where the model has parameters, else
+    this rank's GPU, else the CPU."""
+    if config.device is not None:
+        return _indexed(torch.device(config.device))
+    for parameter in model.parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            return _indexed(parameter.device)
+    return _indexed(torch.device("cuda")) if torch.cuda.is_available() else CPU
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) if device.type == "cuda" else 0)
+
+
+def check_parameter_device(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    """Raise zeropp.ConfigError for a parameter that cannot come to the device."""
+    found = parameter.device
+    if found.type in ("cpu", "meta") or found == device:
+        return
+    raise ConfigError(
+        f"prepare: parameter '{name}' is on {found}, and the model is to compute on {device}; move the model there, or give "
+        f"zeropp.Config(device='{found}')"
+    )
+
+
+def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
+    """Raise zeropp.ConfigError for an option that does not work with a model on a GPU yet. The optimizer steps on the host there."""
+    if device.type == "cpu":
+        return
+    if config.stage == 0:
+        _refuse(device, "stage 0 is", "use stage 1, 2 or 3")
+    if comm is not None and comm.hosts > 1:
+        _refuse(device, "training on several hosts is", "use one host")
+    if tier_of(config, "optimizer").kind == "device":
+        _refuse(
+            device, "an optimizer that steps there is", "keep its states on the host, as in Offload(optimizer='cpu')"
+        )
+    if config.stage == 3 and tier_of(config, "params").kind != "cpu":
+        _refuse(
+            device, f"shards of parameters on {tier_of(config, 'params').kind!r} are",
+            "keep them on the host, as in Offload(params='cpu', optimizer='cpu')",
+        )  # fmt: skip
+    others = {
+        "Offload(activations='nvme')": tier_of(config, "activations").kind == "nvme",
+        "Offload(grads='nvme')": tier_of(config, "grads").kind == "nvme",
+        "Offload(delayed_update=)": config.offload.delayed_update is not None,
+        "Config(step_in_backward=True)": config.step_in_backward,
+        "Comm(params=) other than 'exact'": config.comm.params != "exact",
+        "Comm(grads=) other than 'exact'": config.comm.grads != "exact",
+        "Precision(stored=)": config.stored_name is not None,
+    }
+    for option, given in others.items():
+        if given:
+            _refuse(device, f"{option} is", "leave it out, or train on the CPU with Config(device='cpu')")
+
+
+def _refuse(device: torch.device, what: str, instead: str) -> None:
+    raise ConfigError(f"prepare: the model computes on {device}, where {what} not supported yet; {instead}")

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train with zeropp on the simulated GPU, shards on the host, once for each schedule. Print what was found as JSON.
+
+python case_offload.py RANK RANKS FOLDER CASE SCHEDULE...     CASE: a name of CASES; SCHEDULE: LAZY or LAZY:SEED
+
+The streams are: 0 torch's default stream, which computes; 1 gathers; 2 copies gradients down.
+The reference is plain torch on the same device with the gradients of all ranks, and zeropp's AdamW on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sim
+import torch
+import torch.distributed as dist
+import zeropp
+from fsdp2_model import WIDTH, Block
+from zeropp.config import Offload
+from zeropp.ops import adam_step_
+
+STEPS, BATCH, LR, DECAY = 3, 4, 1e-2, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    stage: int = 3
+    precision: str | None = None
+    accumulate: int = 1
+    clip: float | None = None
+    prefetch: int | str = "auto"
+    units: str | tuple[str, ...] = ("Block",)
+    build: Callable[[], torch.nn.Module] = lambda: blocks()
+
+
+class Tied(torch.nn.Module):
+    """The first and the last layer share their weight; one block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def blocks() -> torch.nn.Module:
+    return torch.nn.Sequential(*(Block() for _ in range(4)))
+
+
+CASES = {
+    "stage 3": Case(),
+    "small units whole": Case(units="auto"),
+    "no prefetch": Case(prefetch=0),
+    "little prefetch": Case(prefetch=1 << 17),
+    "stage 2": Case(stage=2),
+    "stage 1": Case(stage=1),
+    "bf16": Case(precision="bf16"),
+    "accumulate": Case(accumulate=2),
+    "clip": Case(clip=0.05),
+    "tied and frozen": Case(build=Tied),
+    "checkpointed": Case(build=Checkpointed),
+}
+
+
+def model_of(case: Case) -> torch.nn.Module:
+    """Return the model of a case on the device, with the same values each time."""
+    torch.manual_seed(0)
+    model = case.build()
+    tied = isinstance(model, Tied)
+    model = model.to("sim")
+    if tied:
+        model.last.weight = model.first.weight
+    return model
+
+
+def batches(case: Case, rank: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(STEPS * case.accumulate):
+        yield torch.randn(BATCH, WIDTH, generator=generator).to("sim")
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, case: Case) -> torch.Tensor:
+    return (model(x.to(torch.bfloat16) if case.precision else x).float() ** 2).mean()
+
+
+def reference(case: Case, rank: int, ranks: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Return this rank's losses and the parameters at the end, without zeropp's coordinator."""
+    model = model_of(case)
+    if case.precision:
+        model.to(torch.bfloat16)
+        if isinstance(model, Tied):
+            model.last.weight = model.first.weight
+    masters = [p.detach().cpu().float() for p in model_of(case).parameters()]
+    params = list(model.parameters())
+    trained = [i for i, p in enumerate(params) if p.requires_grad]
+    states = [(torch.zeros_like(m), torch.zeros_like(m)) for m in masters]
+    losses, data = [], [list(batches(case, r)) for r in range(ranks)]
+    for step in range(STEPS):
+        grads: list[list[torch.Tensor]] = []
+        for r in range(ranks):
+            for p in params:
+                p.grad = None
+            for micro in range(case.accumulate):
+                loss = loss_of(model, data[r][step * case.accumulate + micro], case)
+                loss.backward()
+                if r == rank:
+                    losses.append(loss.item())
+            grads.append([params[i].grad.cpu() for i in trained])
+        total = [sum_in_order(one, 1 / ranks / case.accumulate) for one in zip(*grads, strict=True)]
+        scale = 1.0
+        if case.clip is not None:
+            norm = sum(float((g.double() ** 2).sum()) for g in total) ** 0.5
+            scale = min(1.0, case.clip / (norm + 1e-6))
+        adam_step_(
+            [masters[i] for i in trained], total, [states[i][0] for i in trained], [states[i][1] for i in trained],
+            step=step + 1, lr=LR, weight_decay=DECAY, grad_scale=scale,
+        )  # fmt: skip
+        with torch.no_grad():
+            for i in trained:
+                params[i].copy_(masters[i])
+    return losses, [p.detach().cpu() for p in params]
+
+
+def sum_in_order(grads: tuple[torch.Tensor, ...], factor: float) -> torch.Tensor:
+    """Return the sum in fp32, in the order of ranks, rounded once."""
+    total = grads[0].float()
+    for one in grads[1:]:
+        total = total + one.float()
+    return (total * factor).to(grads[0].dtype)
+
+
+def train(case: Case, schedule: str) -> dict[str, Any]:
+    model = model_of(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    offload = Offload(params="cpu", optimizer="cpu") if case.stage == 3 else Offload(optimizer="cpu")
+    config = zeropp.Config(
+        stage=case.stage, offload=offload, precision=case.precision, accumulate=case.accumulate, prefetch=case.prefetch,
+        units=case.units,
+    )  # fmt: skip
+    zeropp.prepare(model, optimizer, config)
+    lazy, _, seed = schedule.partition(":")
+    sim.set_schedule(int(lazy, 0), int(seed or 0))
+    losses, waits, counts = [], {}, []
+    data = batches(case, dist.get_rank() if dist.is_initialized() else 0)
+    for _ in range(STEPS):
+        before = sim.counts()
+        with sim.waits_of_the_host(waits):
+            for _ in range(case.accumulate):
+                loss = loss_of(model, next(data), case)
+                loss.backward()
+                losses.append(loss.detach())
+            if case.clip is not None:
+                optimizer.clip_grad_norm_(case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = sim.counts()
+        counts.append({name: after[name] - before[name] for name in after})
+    found = [loss.item() for loss in losses]
+    state = zeropp.full_state_dict(model) if hasattr(zeropp, "full_state_dict") else {}
+    memory = zeropp.memory(model)
+    sim.set_schedule(0, 0)
+    del model, optimizer, loss, losses, data
+    gc.collect()
+    return {"losses": found, "state": state, "waits": waits, "counts": counts[-1], "memory": memory}
+
+
+def main() -> None:
+    rank, ranks, folder, case = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], CASES[sys.argv[4]]
+    if ranks > 1:
+        dist.init_process_group("zeropp", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    wanted, values = reference(case, rank, ranks)
+    names = [name for name, _ in model_of(case).named_parameters()]
+    wrong: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for schedule in sys.argv[5:]:
+        last = train(case, schedule)
+        if last["losses"] != wanted:
+            wrong[schedule] = {"losses": last["losses"], "wanted": wanted}
+            continue
+        differs = [
+            n
+            for n, v in zip(names, values, strict=True)
+            if n in last["state"] and not torch.equal(last["state"][n].cpu(), v)
+        ]
+        if differs:
+            wrong[schedule] = {"params": differs}
+    result = {"wrong": wrong, "waits": last["waits"], "counts": last["counts"], "error": sim.first_error()}
+    print(json.dumps(result), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
