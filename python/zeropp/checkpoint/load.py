@@ -188,7 +188,7 @@ class _Parts:
 
 def _decoded(file: safefile.TensorFile, key: str, kind: str, first: int, low: int, high: int) -> torch.Tensor:
     """Return, in fp32, elements ``low`` to ``high`` of an 8-bit moment whose saved piece begins at ``first``."""
-    values, skipped = torch.empty(high - low), moments_scales(low - first + 1, first) - 1
+    values, skipped = torch.empty(high - low, device="cpu"), moments_scales(low - first + 1, first) - 1
     scales = file.flat(key + SCALES, skipped, skipped + moments_scales(high - low, low))
     moments_decode_(file.flat(key, low - first, high - first), scales, values, moment=kind, first=low)
     return values
@@ -343,7 +343,7 @@ def _fill_state(
     in_place = engine.states_in_place(unit)
     with contextlib.nullcontext(fills) if in_place else safefile.Fills() as now:
         _read_state(unit, state, entries, parts, now)
-    state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64)
+    state["step"] = torch.tensor([one.get("steps", 0) for one in entries], dtype=torch.int64, device="cpu")
     if in_place:
         then.append(lambda: engine.load_optimizer_state(unit, state))
     else:

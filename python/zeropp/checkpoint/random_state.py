@@ -20,7 +20,7 @@ def collect(tensors: dict[str, torch.Tensor]) -> Any:
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
     }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:

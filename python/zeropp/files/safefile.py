@@ -66,8 +66,8 @@ class Piece:
 
 
 def piece_of(name: str, tensor: torch.Tensor) -> Piece:
-    """Return a tensor that is in memory: contiguous, on the CPU. What is elsewhere brings its own ``parts``
-    (zeropp.zero.offload)."""
+    """Return a tensor that is in memory: contiguous, of the host or of an accelerator. What is elsewhere brings its own
+    ``parts`` (zeropp.zero.offload)."""
     parts = getattr(tensor, "parts", lambda: (tensor,))
     return Piece(name, tensor.dtype, tuple(tensor.shape), parts)
 
@@ -200,7 +200,16 @@ def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
     for piece in pieces:
         for part in piece.parts():
             if part.numel():
-                yield _bytes_of(part)
+                yield from _on_host(_bytes_of(part))
+
+
+def _on_host(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield bytes in memory of the host: those of an accelerator in copies of a block each."""
+    if data.is_cpu:
+        yield data
+        return
+    for first in range(0, data.numel(), BLOCK_BYTES):
+        yield data[first : first + BLOCK_BYTES].cpu()
 
 
 def _assembled(chunks: Iterable[torch.Tensor]) -> Iterator[Block]:
@@ -351,9 +360,25 @@ class Fills:
         """Read bytes from ``offset`` on, into a contiguous tensor."""
         if not values.numel():
             return
+        if not values.is_cpu:
+            self._add_device(path, descriptor, offset, _bytes_of(values))
+            return
         view = byte_view(values)
         for first in range(0, len(view), BLOCK_BYTES):
             self._behind.do(_read_all, path, descriptor, offset + first, view[first : first + BLOCK_BYTES])
+
+    def _add_device(self, path: Path, descriptor: int, offset: int, data: torch.Tensor) -> None:
+        """Let each thread read a block to memory of the host, and copy it on the caller's current stream."""
+        stream = torch.accelerator.current_stream(data.device)
+
+        def fill(first: int) -> None:
+            block = torch.empty(min(BLOCK_BYTES, data.numel() - first), dtype=torch.uint8, device="cpu")
+            _read_all(path, descriptor, offset + first, byte_view(block))
+            with stream:
+                data[first : first + block.numel()].copy_(block)
+
+        for first in range(0, data.numel(), BLOCK_BYTES):
+            self._behind.do(fill, first)
 
     def __enter__(self) -> Fills:
         self._behind.__enter__()
@@ -411,7 +436,7 @@ class TensorFile:
     def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return elements ``begin`` to ``end`` of the flattened tensor."""
         dtype = self.dtype(name)
-        values = torch.empty(end - begin, dtype=dtype)
+        values = torch.empty(end - begin, dtype=dtype, device="cpu")
         if end > begin:
             view = byte_view(values)
             _read_all(self.path, self._file.fileno(), self._offset(name, begin), view)

@@ -535,14 +535,14 @@ def _compare(drawn: list[tuple[str, int]]) -> None:
     ranks = _ranks()
     if ranks == 1:
         return
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([len(drawn)]))
+    counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(drawn)], device="cpu"))
     numbers = [int(one) for one in counts]
     if len(set(numbers)) > 1:
         raise ConfigError(
             f"sharded_init: ranks built {numbers} parameters (rank 0 first); build the same model on every rank"
         )
-    mine = torch.tensor([digest for _, digest in drawn], dtype=torch.int64)
+    mine = torch.tensor([digest for _, digest in drawn], dtype=torch.int64, device="cpu")
     every = [torch.zeros_like(mine) for _ in range(ranks)]
     dist.all_gather(every, mine)
     for rank, theirs in enumerate(every):

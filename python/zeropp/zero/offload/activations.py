@@ -280,7 +280,7 @@ class ActivationFile(ActivationStore):
         self._largest_bytes = max(self._largest_bytes, size)
         while self._writing and self.waiting_bytes + size > self._capacity_bytes():
             self._reap(patiently=True)
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         saved = Saved(self, self._next, tensor.detach(), flat, self._extents.take(size))
         self._next += 1
         self._alive[saved.index] = saved.place
@@ -342,7 +342,11 @@ class ActivationFile(ActivationStore):
         if saved.read is None:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(saved.read.cdata)
-        return None if storage is None else _page_aligned(torch.empty(0, dtype=torch.uint8).set_(storage), saved.bytes)
+        return (
+            None
+            if storage is None
+            else _page_aligned(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage), saved.bytes)
+        )
 
     def _fetch(self, saved: Saved) -> Tensor:
         if saved.source is not None:  # not written yet, or it never will be
@@ -370,7 +374,7 @@ class ActivationFile(ActivationStore):
             raise Error(
                 "backward: the model was dropped, and with it the file of its activations; keep the model alive"
             )
-        saved.flat = _page_aligned(torch.empty(saved.bytes + PAGE_BYTES, dtype=torch.uint8), saved.bytes)
+        saved.flat = _page_aligned(torch.empty(saved.bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu"), saved.bytes)
         saved.place.future = self._io.read(saved.flat, self.file.name, saved.place.offset_bytes)
         saved.place.ahead_bytes = saved.bytes
         self.ahead_bytes += saved.bytes

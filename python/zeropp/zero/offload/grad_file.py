@@ -73,7 +73,7 @@ class GradFile(FileStore, GradStore):
         self._asked_at = -1
 
     def read(self, engine: ModelState, unit: Unit, address: int, dtype: torch.dtype) -> torch.Tensor:
-        values = torch.empty(unit.shard_elems, dtype=dtype)
+        values = torch.empty(unit.shard_elems, dtype=dtype, device="cpu")
         self._zero.copy_grads(unit.index, 0, values.numel(), values.data_ptr(), False)
         return values
 

@@ -103,7 +103,7 @@ class OptimFile(FileStore, StateStore):
         self.core.copy(number, self.kinds.index(kind), first, values.numel(), values.data_ptr(), write)
 
     def _read(self, unit: Unit, kind: str, first: int, elems: int) -> torch.Tensor:
-        values = torch.empty(elems, dtype=torch.float32)
+        values = torch.empty(elems, dtype=torch.float32, device="cpu")
         self._copy(unit, kind, first, values, False)
         return values
 

@@ -111,7 +111,7 @@ class ParamFile(FileStore, ParamStore):
         return cast(torch.Tensor, StreamedValues(read, self.storage, unit.dtype, unit.shard.numel()))
 
     def _read(self, unit: Unit, first: int, elems: int) -> torch.Tensor:
-        values = torch.empty(elems, dtype=unit.dtype)
+        values = torch.empty(elems, dtype=unit.dtype, device="cpu")
         if elems:
             self._zero.copy_params(unit.index, unit.begin_elems + first, elems, values.data_ptr(), False)
         return values

@@ -170,7 +170,9 @@ def _back_buffer(unit: Unit) -> torch.Tensor:
         if unit.master is None:
             unit.master = unit.shard.clone()
         return unit.master
-    return torch.empty(unit.params_in.resident_elems(unit), dtype=unit.dtype)  # the file has another place for the rest
+    return torch.empty(
+        unit.params_in.resident_elems(unit), dtype=unit.dtype, device="cpu"
+    )  # the file has another place for the rest
 
 
 def _end(core: Any, owner: int) -> None:

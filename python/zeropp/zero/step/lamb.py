@@ -53,7 +53,7 @@ class Lamb(CollectiveStep):
 
     def table(self, columns: int) -> Tensor:
         """Return zeros: [shards, tensors, columns], of which this rank fills the shards that it steps."""
-        return torch.zeros(self.engine.ranks, self._rows, columns, dtype=torch.float64)
+        return torch.zeros(self.engine.ranks, self._rows, columns, dtype=torch.float64, device="cpu")
 
     def gathered(self, table: Tensor) -> Tensor:
         """Return every rank's row; collective where states are sharded."""

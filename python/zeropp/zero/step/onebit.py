@@ -80,7 +80,7 @@ class Slot:
     def state(self, name: str) -> Tensor:
         """Return a state of ``shard`` length, made on first use."""
         if name not in self.unit.state:
-            self.unit.state[name] = torch.zeros(self.unit.shard.numel())
+            self.unit.state[name] = torch.zeros(self.unit.shard.numel(), device=self.unit.shard.device)
         return self.unit.state[name]
 
     def own(self, values: Tensor, piece: Piece) -> Tensor:
@@ -140,7 +140,7 @@ class Slot:
     def count_step(self) -> list[int]:
         """Count a step of every parameter that is present; return the steps of all."""
         assert self.unit.steps is not None
-        self.unit.steps += torch.tensor(self.present, dtype=torch.int64)
+        self.unit.steps += torch.tensor(self.present, dtype=torch.int64, device="cpu")
         return [int(step) for step in self.unit.steps.tolist()]
 
     def write_out(self) -> None:
@@ -262,9 +262,9 @@ class CollectiveStep(StepStrategy):
             worst = next((index for (index, _), count in zip(found, bad.tolist(), strict=True) if count), -1)
             rows.append([sum(sums.tolist()), float(worst)])
             flags += [one is not None for one in gradients]
-        numbers = torch.tensor(rows, dtype=torch.float64)
-        mine = torch.cat([numbers.view(-1).view(torch.uint8), torch.tensor(flags, dtype=torch.uint8)])
-        every = torch.empty(self.engine.ranks, mine.numel(), dtype=torch.uint8)
+        numbers = torch.tensor(rows, dtype=torch.float64, device="cpu")
+        mine = torch.cat([numbers.view(-1).view(torch.uint8), torch.tensor(flags, dtype=torch.uint8, device="cpu")])
+        every = torch.empty(self.engine.ranks, mine.numel(), dtype=torch.uint8, device="cpu")
         all_gather(self.engine.comm, every, mine)
         all_rows = every[:, : 16 * len(rows)].contiguous().view(torch.float64).view(self.engine.ranks, -1, 2)
         self._keep_present(every[:, 16 * len(rows) :].amax(0).tolist())
@@ -282,7 +282,8 @@ class CollectiveStep(StepStrategy):
     def scratch(self, unit: Unit, name: str = "mine") -> Tensor:
         """Return fp32 memory of the unit's length, which is used again for every unit."""
         if name not in self._scratch or self._scratch[name].numel() < unit.elems:
-            self._scratch[name] = torch.empty(max(slot.unit.elems for slot in self.slots))
+            longest = max(slot.unit.elems for slot in self.slots)
+            self._scratch[name] = torch.empty(longest, device=unit.shard.device)
         return self._scratch[name][: unit.elems]
 
     def betas(self) -> tuple[float, float]:

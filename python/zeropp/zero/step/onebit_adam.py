@@ -239,7 +239,7 @@ class ZeroOneAdam(Adam):
         assert self.engine.local, "local steps are for stage 0"
         unit, momentum, variance = slot.unit, slot.state("exp_avg"), slot.state("exp_avg_sq")
         self._begin_locally(slot)
-        slot.extra["stepped"] += rate * torch.tensor(slot.present, dtype=torch.float64)
+        slot.extra["stepped"] += rate * torch.tensor(slot.present, dtype=torch.float64, device="cpu")
         whole = {
             "params": unit.own, "exp_avgs": momentum, "exp_avg_sqs": variance, "moved": slot.extra["moved"],
             "anchors": slot.extra["anchor"], **({} if unit.master is None else {"param_outs": unit.shard}),
@@ -265,9 +265,12 @@ class ZeroOneAdam(Adam):
     @staticmethod
     def _begin_locally(slot: Slot) -> None:
         if "moved" not in slot.extra:
-            slot.extra |= {"moved": torch.zeros(slot.unit.elems), "anchor": slot.unit.own.clone()}
+            slot.extra |= {
+                "moved": torch.zeros(slot.unit.elems, device=slot.unit.shard.device),
+                "anchor": slot.unit.own.clone(),
+            }
             # The sum of the rates of each parameter's steps.
-            slot.extra["stepped"] = torch.zeros(len(slot.unit.params), dtype=torch.float64)
+            slot.extra["stepped"] = torch.zeros(len(slot.unit.params), dtype=torch.float64, device="cpu")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

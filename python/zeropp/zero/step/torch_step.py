@@ -27,7 +27,10 @@ class TorchStep(StepStrategy):
             for index, piece in self._new_pieces(unit):
                 pieces[unit.groups[index]].append(piece)
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": mine or [torch.zeros(0)]}
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": mine or [torch.zeros(0, device="cpu")],
+            }
             for group, mine in zip(optimizer.param_groups, pieces, strict=True)
         ]
         self.inner = _twin(optimizer, groups)
@@ -49,7 +52,7 @@ class TorchStep(StepStrategy):
 
     def add_group(self, optimizer: Any, group: dict[str, Any]) -> None:
         rates = {key: value for key, value in group.items() if key != "params"}
-        self.inner.add_param_group({**rates, "params": [torch.zeros(0)]})
+        self.inner.add_param_group({**rates, "params": [torch.zeros(0, device="cpu")]})
 
     def step(self, optimizer: Any, scale: float, units: list[Unit]) -> None:
         for mine, theirs in zip(optimizer.param_groups, self.inner.param_groups, strict=True):
@@ -80,7 +83,9 @@ class TorchStep(StepStrategy):
                 continue
             for name, value in self.inner.state.get(unit.grad_pool[index], {}).items():
                 if isinstance(value, torch.Tensor) and name != "step" and value.numel() == elems:
-                    whole = found.setdefault(name, torch.zeros(unit.shard.numel(), dtype=value.dtype))
+                    whole = found.setdefault(
+                        name, torch.zeros(unit.shard.numel(), dtype=value.dtype, device=unit.shard.device)
+                    )
                     whole[first : first + elems] = value.reshape(-1)
         return found
 
@@ -97,7 +102,7 @@ class TorchStep(StepStrategy):
                 self._begin(piece)
                 continue
             mine = {name: one[first : first + elems].clone().view(piece.shape) for name, one in values.items()}
-            step = torch.tensor(float(steps)) if self._known else steps
+            step = torch.tensor(float(steps), device="cpu") if self._known else steps
             self.inner.state[piece] = {"step": step, **mine}
 
     def write_state(self, unit: Unit, kind: str, index: int, first: int, values: torch.Tensor) -> None:
