@@ -24,7 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --quick and --device, which `make test-quick` and `make test DEVICE=` pass."""
     parser.addoption("--quick", action="store_true", help="one test of each file: every area, in minutes")
     parser.addoption(
-        "--device", default="", choices=["", "cpu", "sim", "sim-lazy"], help="of all tests of ranks (ranks.py)"
+        "--device",
+        default="",
+        choices=["", "cpu", "sim", "sim-lazy", "sim-offload"],
+        help="of all tests of ranks (ranks.py)",
     )
 
 

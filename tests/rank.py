@@ -38,6 +38,22 @@ def use(device: str) -> None:
     if device.startswith("sim"):
         importlib.import_module("sim")
         torch.set_default_device("sim")
+    if device == "sim-offload":
+        offload_by_default()
+
+
+def offload_by_default() -> None:
+    """Let configurations that say nothing of tiers keep shards and states on the host."""
+    config = importlib.import_module("zeropp.config")
+    plain = config.Config.__init__
+
+    def initialise(self: Any, *args: Any, **options: Any) -> None:
+        if "offload" not in options and options.get("stage", 3) > 0:
+            params = {"params": "cpu"} if options.get("stage", 3) == 3 else {}
+            options["offload"] = config.Offload(optimizer="cpu", **params)
+        plain(self, *args, **options)
+
+    config.Config.__init__ = initialise
 
 
 def is_refused(error: BaseException, test: dict[str, Any], device: str) -> str:

@@ -65,7 +65,8 @@ def on_ranks(
         worlds: numbers of ranks, or "N hosts"; or pytest.param of them. Several become the parameter ``ranks``. None: the test
             is parametrized with ``ranks`` itself.
         backend: of the process group.
-        devices: "cpu", "sim" (each operation runs when it is enqueued), "sim-lazy" (as late as possible); or pytest.param of them. Several
+        devices: "cpu", "sim" (each operation runs when it is enqueued), "sim-lazy" (as late as possible),
+            "sim-offload" ("sim", where shards and states are on the host unless the test says more); or pytest.param of them. Several
             become the parameter ``device``.
         refused: by device, a pattern of the zeropp.ConfigError that the test ends with there, on every rank.
         cold: start the ranks without a warm process, for tests that measure the memory of the process.

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from ranks import on_ranks
+import zeropp
+from ranks import of_all_ranks, on_ranks
+from torch import nn
 from zeropp.files import safefile
 
 
@@ -36,3 +41,47 @@ def test_tensors_of_a_device_go_to_files_and_come_back() -> None:
         for name, one in back.items():
             assert one.device.type == "sim"
             assert torch.equal(one.cpu(), values[name].cpu()), name
+
+
+def _trained(device: str, seed: int, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+        inputs = torch.randn(4, 8).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(device=device, **options))
+    for _ in range(2):
+        (model(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _all_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    values = {name: one.cpu() for name, one in zeropp.full_state_dict(model).items()}
+    for name, parameter in model.named_parameters():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state = zeropp.get_full(parameter, kind)
+            assert state is not None
+            values[f"{name}/{kind}"] = state.cpu()
+    return values
+
+
+@on_ranks(1, 2, devices=("sim",))
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_checkpoints_go_from_a_device_to_the_cpu_and_back(precision: str | None) -> None:
+    folder = of_all_ranks(tempfile.mkdtemp())[0]
+    offload = zeropp.Offload(params="cpu", optimizer="cpu")
+    where = {"sim": {"offload": offload, "precision": precision}, "cpu": {"precision": precision}}
+    for source, target in (("sim", "cpu"), ("cpu", "sim")):
+        model, optimizer = _trained(source, 1, **where[source])
+        zeropp.save(folder, model, optimizer, step=1)
+        other, other_optimizer = _trained(target, 2, **where[target])
+        wanted = _all_of(model)
+        assert any(not torch.equal(one, wanted[name]) for name, one in _all_of(other).items())
+        zeropp.load(folder, other, other_optimizer)
+        found = _all_of(other)
+        assert found.keys() == wanted.keys()
+        for name, one in found.items():
+            assert torch.equal(one, wanted[name]), (source, name)
+    shutil.rmtree(folder, ignore_errors=True)

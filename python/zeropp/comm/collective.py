@@ -19,9 +19,12 @@ _KINDS: dict[str, type[Error]] = {cls.__name__: cls for cls in (CheckpointError,
 def broadcast(comm: Any, tensor: torch.Tensor, root: int = 0) -> None:
     """Give a contiguous tensor of any device the values that it has on rank ``root``. Collective.
 
-    ``comm`` is a communicator of the core, which reads memory of the host. So what is on an accelerator goes through a copy on the host,
-    and the host waits for it: this is for setting up, and for what a step rarely does. The same holds for :func:`all_gather`.
+    ``comm`` is None for one rank, else a communicator of the core, which reads memory of the host. So what is on an
+    accelerator goes through a copy on the host, and the host waits for it: this is for setting up, and for what a step
+    rarely does. The same holds for :func:`all_gather`.
     """
+    if comm is None:
+        return
     values = tensor.cpu()  # the same tensor, if it is there
     comm.broadcast(values.data_ptr(), values.nbytes, root)
     if values is not tensor:
@@ -29,8 +32,11 @@ def broadcast(comm: Any, tensor: torch.Tensor, root: int = 0) -> None:
 
 
 def all_gather(comm: Any, every: torch.Tensor, mine: torch.Tensor) -> None:
-    """Fill the contiguous tensor ``every`` with ``mine`` of all ranks, in their order. Collective. ``every`` has as many times the bytes
-    of ``mine`` as there are ranks, and both have one type; each may be on any device."""
+    """Fill the contiguous tensor ``every`` with ``mine`` of all ranks, in their order. Collective. Both have one type
+    and may be on any device; ``every`` has the elements of ``mine`` times the number of ranks."""
+    if comm is None:
+        every.copy_(mine)
+        return
     own, values = mine.cpu(), every if every.is_cpu else torch.empty_like(every, device="cpu")
     comm.all_gather(values.data_ptr(), own.data_ptr(), own.nbytes)
     if values is not every:
