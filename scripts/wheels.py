@@ -17,65 +17,17 @@ import argparse
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from io import BytesIO
 from pathlib import Path
 
+from debian import call, liburing
+
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = (2, 28)
-DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
+MACHINES = ("x86_64", "aarch64")
 LARGEST_MB = 12
-
-
-def call(command: list[str], **variables: str) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-                          env={**os.environ, **variables})  # fmt: skip
-    if done.returncode:
-        sys.exit(f"wheels: {' '.join(command)}: exit status {done.returncode}\n{done.stdout[-4000:]}")
-    return done.stdout
-
-
-def debian_package(name: str, architecture: str, folder: Path) -> Path:
-    """Download a package of another architecture without root: apt keeps what it needs to know in ``folder``."""
-    for part in ("lists/partial", "cache/archives/partial"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    (folder / "status").touch()
-    options = {
-        "Dir::State::lists": folder / "lists", "Dir::State::status": folder / "status", "Dir::Cache": folder / "cache",
-        "APT::Architecture": architecture, "APT::Architectures": architecture, "APT::Sandbox::User": "root",
-    }  # fmt: skip
-    apt = ["apt-get", "-qq", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
-    call([*apt, "update"])
-    subprocess.run([*apt, "download", name], cwd=folder, check=True)
-    return next(folder.glob(f"{name}_*_{architecture}.deb"))
-
-
-def liburing(machine: str) -> Path:
-    """Return a folder with include/ and liburing.a of that architecture."""
-    if named := os.environ.get("ZEROPP_LIBURING"):
-        return Path(named) / machine
-    made = ROOT / "build" / "liburing" / machine
-    if (made / "liburing.a").is_file():
-        return made
-    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        sys.exit(
-            "wheels: liburing of another architecture comes from Debian, and there is no apt-get and dpkg-deb here. "
-            "Set ZEROPP_LIBURING to a folder with MACHINE/include and MACHINE/liburing.a"
-        )
-    work = made.with_name(f"{machine}-apt")
-    package = debian_package("liburing-dev", DEBIAN[machine], work)
-    call(["dpkg-deb", "-x", str(package), str(work / "files")])
-    made.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(work / "files/usr/include", made / "include", dirs_exist_ok=True)
-    headers = made / "include" / f"{machine}-linux-gnu"  # where Debian keeps what differs between architectures
-    if headers.is_dir():
-        shutil.copytree(headers, made / "include", dirs_exist_ok=True)
-    (archive,) = (work / "files/usr/lib").rglob("liburing.a")
-    shutil.copy(archive, made / "liburing.a")
-    shutil.rmtree(work)
-    return made
 
 
 def build(machine: str, out: Path, kernels: bool) -> Path:
@@ -141,7 +93,7 @@ def faults(wheel: Path, machine: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    parser.add_argument("--machine", nargs="+", choices=sorted(DEBIAN), default=list(DEBIAN))
+    parser.add_argument("--machine", nargs="+", choices=MACHINES, default=MACHINES)
     parser.add_argument("--no-kernels", action="store_true", help="leave the CUDA kernels out, to try a build")
     options = parser.parse_args()
     status = 0

@@ -10,24 +10,10 @@
 #include "../../csrc/base/cpu.h"
 #include "../../csrc/base/dtype.h"
 
-static uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
 static float of_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
-}
-
-static uint64_t random_state = 88172645463325252u;
-static uint32_t random_bits(void) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return (uint32_t)(random_state >> 16);
 }
 
 static void sizes_and_names(void) {
@@ -97,6 +83,20 @@ static void rounds_to_nearest_even(void) {
 }
 
 #if ZPP_CPU_X86
+static uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static uint64_t random_state = 88172645463325252u;
+static uint32_t random_bits(void) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return (uint32_t)(random_state >> 16);
+}
+
 static void vectors_give_the_scalar_bits(void) {
     enum { ELEMS = 4099 };
     static float wide[ELEMS], wide_seen[ELEMS];

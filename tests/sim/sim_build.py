@@ -23,7 +23,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import setup as build  # noqa: E402  (setup.py: the same flags, the same rule for files)
 
-FOLDER = ROOT / "build" / "sim"
+FOLDER = ROOT / "build" / (f"sim-{build.TARGET}" if build.TARGET else "sim")
 DRIVER = FOLDER / "libsim.so"
 DRIVER_SOURCES = ("driver.c", "streams.c", "memory.c", "nccl.c", "kernels.c")
 MODULE = "_torch_sim"

@@ -325,7 +325,8 @@ static int leave(int result) {
 }
 
 void sim_count(size_t offset, int64_t change) {
-    __atomic_fetch_add((int64_t *)((char *)&counts + offset), change, __ATOMIC_RELAXED);
+    int64_t *count = (void *)((char *)&counts + offset);
+    __atomic_fetch_add(count, change, __ATOMIC_RELAXED);
 }
 
 static void note_host_wait(const char *function) {
