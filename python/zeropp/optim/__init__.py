@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that torch lacks, over the C kernels: ordinary ``torch.optim.Optimizer`` objects."""
+"""Optimizers that torch lacks, over the C kernels: ordinary ``torch.optim.Optimizer`` objects. Learning rates by consumed tokens."""
 
 from __future__ import annotations
 
 from zeropp.optim.grouped import LAMB, Lion
 from zeropp.optim.muon import Muon
 from zeropp.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from zeropp.optim.tokens import ByTokens, LayerTokenLR, by_tokens, layer_tokens
 
-__all__ = ["LAMB", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
+__all__ = [
+    "LAMB", "ByTokens", "LayerTokenLR", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "by_tokens", "layer_tokens",
+]  # fmt: skip
