@@ -12,6 +12,7 @@ from typing import Any
 _HOME: dict[str, str] = {
     "analyse": "analysis",
     "cut": "cutting",
+    "sampler_of": "sampling",
     **dict.fromkeys(("CurriculumSampler", "Percentile", "Value"), "curriculum"),
     **dict.fromkeys(("Index", "open_index"), "index"),
 }

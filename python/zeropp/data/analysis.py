@@ -91,7 +91,7 @@ def analyse(
     _check_dataset(dataset)
     work = _Work(dataset, dict(metrics), Path(path), workers, tokens, progress)
     require_free(work.path)
-    with _locked(work.partial):
+    with locked(work.partial):
         return work.existing() or work.run()
 
 
@@ -105,7 +105,7 @@ def _check_dataset(dataset: Any) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the lock on a folder, which is made; the one that held it before may have removed it."""
     while True:
         with storage_errors(folder, 0):

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from zeropp import _C, elastic
+from zeropp.config.deepspeed_efficiency import FixedRoot
 from zeropp.config.efficiency import Growth, Schedule, Steps
 from zeropp.data.index import Index, open_index
 from zeropp.errors import ConfigError, what_it_is
@@ -34,7 +35,7 @@ from zeropp.files.disk import disk, make_folders, storage_errors
 from zeropp.files.heap_trim import byte_view
 
 FIRST_DRAWS = 1 << 20
-"""Without ``steps``, an order has so many draws at first, or one for each sample."""
+"""An order has so many draws at first, or one for each sample."""
 _CHUNK_DRAWS = 4 << 20
 _MOST_STEP = 1 << 31
 
@@ -87,7 +88,7 @@ class CurriculumSampler(Sampler[list[int]]):
         micro_batch: the most samples in one list; None: a rank's samples of a step are one list. ``micro_batches`` has their
             weights (:func:`zeropp.elastic.share`).
         seed: of the order.
-        steps: of the run; the sampler ends there. None: it has no end, and its file grows by doubling.
+        steps: of the run; the sampler ends there. None: it has no end. The file grows by doubling as steps are asked for.
         step: the first step that it gives; a resumed run gives the step at which it goes on.
         dataset: compared with the one that was analysed.
         order_path: folder of the order's file; default ``orders`` in the index.
@@ -246,12 +247,10 @@ class CurriculumSampler(Sampler[list[int]]):
 
     def _need(self, step: int) -> None:
         """Have an order that reaches beyond a step: map the file, and make it first where it is missing or shorter."""
-        if self.steps is not None:
-            wanted = self.steps
-        else:
-            wanted = -(-max(FIRST_DRAWS, self.index.samples) // self.batch)
-            while wanted <= step:
-                wanted *= 2
+        wanted = -(-max(FIRST_DRAWS, self.index.samples) // self.batch)
+        while wanted <= step:
+            wanted *= 2
+        wanted = min(wanted, self.steps or wanted)
         if not self._map(step):
             with storage_errors(self._file, 4 * wanted * self.batch):
                 make_folders(self._file.parent)
@@ -265,7 +264,7 @@ class CurriculumSampler(Sampler[list[int]]):
             steps = self._file.stat().st_size // (4 * self.batch)
         except FileNotFoundError:
             return False
-        if steps <= step or (self.steps is not None and steps < self.steps):
+        if steps <= step:
             return False
         self._order = torch.from_file(str(self._file), shared=False, size=steps * self.batch, dtype=torch.int32)
         self._steps_made = steps
@@ -356,10 +355,10 @@ def _check_growth(name: str, bounds: Tensor) -> None:
 
 
 def _steps_of(schedule: Schedule, steps: int) -> int:
-    """Return how many steps of a schedule are evaluated: a Growth is constant from its last step on."""
-    if isinstance(schedule, Growth):
-        return min(steps, schedule.steps + 1)
-    return min(steps, schedule.values[-1][0] + 1) if isinstance(schedule, Steps) else steps
+    """Return how many steps of a schedule are evaluated: after its last step a Growth stays."""
+    if isinstance(schedule, Steps):
+        return min(steps, schedule.values[-1][0] + 1)
+    return min(steps, schedule.steps + 1) if isinstance(schedule, (Growth, FixedRoot)) else steps
 
 
 def _text(schedule: Schedule) -> str:

@@ -56,7 +56,9 @@ def read_rows(prefix: str | os.PathLike[str]) -> tuple[Tensor, Tensor]:
     lengths, offsets = _of_bytes(head, torch.int32, rows, 34), _of_bytes(head, torch.int64, rows, 34 + 4 * rows)
     item = _TYPES[code].itemsize
     if rows and int(lengths.min()) < 0:
-        raise CheckpointError(f"{index}: row {int(lengths.argmin())} has {int(lengths.min())} elements; wanted 0 or more")
+        raise CheckpointError(
+            f"{index}: row {int(lengths.argmin())} has {int(lengths.min())} elements; wanted 0 or more"
+        )
     if not torch.equal(offsets, (lengths.cumsum(0) - lengths) * item):
         raise CheckpointError(f"{index}: its rows do not follow each other in {data.name}")
     if size != int(lengths.sum()) * item:
@@ -80,7 +82,9 @@ def write_rows(prefix: str | os.PathLike[str], lengths: Tensor, values: Tensor) 
     index, data = Path(f"{os.fspath(prefix)}.idx"), Path(f"{os.fspath(prefix)}.bin")
     code = _code_for(int(values.min()), int(values.max()))
     if len(lengths) and int(lengths.max()) > 0x7FFFFFFF:
-        raise ConfigError(f"{data}: a row of {int(lengths.max())} elements does not fit the format; wanted less than 2^31")
+        raise ConfigError(
+            f"{data}: a row of {int(lengths.max())} elements does not fit the format; wanted less than 2^31"
+        )
     offsets = (lengths.cumsum(0) - lengths) * _TYPES[code].itemsize
     head = _HEAD.pack(_MAGIC, 1, code, len(lengths), 1)
     parts = (lengths.to(torch.int32), offsets.to(torch.int64), torch.zeros(1, dtype=torch.int64))
@@ -139,8 +143,15 @@ def values_of_samples(
     return result
 
 
-def write_analysis(folder: Path, name: str, values: Tensor, order: Tensor) -> None:
+def write_analysis(folder: Path, name: str, values: Tensor, order: Tensor, numbers: Tensor) -> None:
     """Write a metric as DeepSpeed's DataAnalyzer does: its four pairs of files in ``folder/NAME``.
+
+    Args:
+        folder: holds one folder a metric.
+        name: of the metric.
+        values: of each sample, float64 ``[samples]``.
+        order: the samples by rising value.
+        numbers: what each sample of ``order`` is called in the files.
 
     Raises:
         zeropp.ConfigError: a value that is no whole number, which the format cannot hold.
@@ -151,12 +162,12 @@ def write_analysis(folder: Path, name: str, values: Tensor, order: Tensor) -> No
             f"metric '{name}' of sample {place} is {float(values[place])}; DeepSpeed's files hold whole numbers: round it, or use "
             "zeropp.data.analyse"
         )
-    whole, by_rank = values.to(torch.int64), order.to(torch.int64)
-    found, lengths = whole[by_rank].unique_consecutive(return_counts=True)
+    whole = values.to(torch.int64)
+    found, lengths = whole[order].unique_consecutive(return_counts=True)
     prefix = folder / name / name
     merged = max(1, len(found) // 100)
     groups = torch.tensor([int(part.sum()) for part in lengths.split(merged)])
     write_rows(f"{prefix}_sample_to_metric", torch.ones(len(whole), dtype=torch.int64), whole)
-    write_rows(f"{prefix}_index_to_sample_percentile_merged", groups, by_rank)
+    write_rows(f"{prefix}_index_to_sample_percentile_merged", groups, numbers)
     write_rows(f"{prefix}_index_to_metric", torch.ones(len(found), dtype=torch.int64), found)
-    write_rows(f"{prefix}_index_to_sample", lengths, by_rank)
+    write_rows(f"{prefix}_index_to_sample", lengths, numbers)

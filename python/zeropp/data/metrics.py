@@ -25,8 +25,6 @@ from zeropp.errors import ConfigError, one_line, shown, what_it_is
 NAMED = ("seqlen", "vocab_rarity", "seqlen_vocab_rarity")
 _MOST_TOKEN = 1 << 24
 
-Metric = str | Callable[[Any], float]
-
 
 class Batched:
     """A metric whose function takes a collated batch, as DeepSpeed's ``metric_functions`` do, and returns a value a sample."""
@@ -38,13 +36,21 @@ class Batched:
         parts = []
         for first in range(0, len(samples), self.batch):
             rows = list(samples[first : first + self.batch])
-            part = torch.as_tensor(self.function(self.collate(rows))).to(torch.float64).reshape(-1)
+            made = self.collate(rows)
+            if isinstance(made, Mapping) and "index" in made:
+                raise ConfigError(
+                    f"analyse: metric '{name}': batches with 'index', which number their samples, are not read; leave it out"
+                )
+            part = torch.as_tensor(self.function(made)).to(torch.float64).reshape(-1)
             if len(part) != len(rows):
                 raise ConfigError(
                     f"analyse: metric '{name}' gave {len(part)} values for {len(rows)} samples; wanted one a sample"
                 )
             parts.append(part)
         return torch.cat(parts)
+
+
+Metric = str | Callable[[Any], float] | Batched
 
 
 def columns_of(metrics: Mapping[str, Any]) -> list[str]:

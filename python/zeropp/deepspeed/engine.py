@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.config import Config
+from zeropp.config import Config, Efficiency
 from zeropp.config.reading import read_json
 from zeropp.data.cutting import cut_to, length_of
+from zeropp.data.sampling import LaterSampler
 from zeropp.deepspeed import schedules
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build
@@ -87,7 +88,7 @@ def initialize(
     if client is None:
         optimizer = _make_optimizer(optimizer, model, model_parameters, optimizer_section)
     # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
-    alone = dataclasses.replace(settings, accumulate=1)
+    alone = dataclasses.replace(settings, accumulate=1, efficiency=_without_curriculum(settings.efficiency))
     evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
     if not evaluates:
         optimizer = _prepare(model, optimizer, alone)
@@ -124,6 +125,11 @@ def _make_optimizer(make: Any, model: nn.Module, parameters: Any, section: Any) 
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return make(parameters) if callable(make) else build(section, parameters)
+
+
+def _without_curriculum(asked: Efficiency | None) -> Efficiency | None:
+    """Return what prepare attaches to the model: all but what the loader does."""
+    return None if asked is None else dataclasses.replace(asked, curriculum=None)
 
 
 def _prepare(model: nn.Module, optimizer: Any, settings: Config) -> Any:
@@ -490,6 +496,12 @@ class Engine(Saving):
                 "training_data needs train_micro_batch_size_per_gpu, or train_batch_size, in the configuration"
             )
         shuffle = route == "train" and not streams
+        curriculum = self._curriculum(dataset, size) if shuffle and data_sampler is None else None
+        if curriculum is not None:
+            return torch.utils.data.DataLoader(
+                dataset, batch_sampler=curriculum, collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
+                pin_memory=pin_memory and torch.accelerator.is_available(),
+            )  # fmt: skip
         if data_sampler is None and not streams:
             data_sampler = self._sampler(dataset, shuffle)
         drop = self.config.get("dataloader_drop_last", False) is True
@@ -498,6 +510,28 @@ class Engine(Saving):
             collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )  # fmt: skip
+
+    def _curriculum(self, dataset: Any, micro_batch: int) -> LaterSampler | None:
+        """Return the sampler that "data_efficiency" describes, or None."""
+        asked = self.zeropp_config.efficiency
+        if asked is None or asked.curriculum is None:
+            return None
+        whole = micro_batch * self.world_size * self.gradient_accumulation_steps()
+        return LaterSampler(asked.curriculum, dataset, batch=whole, micro_batch=micro_batch, seed=asked.seed)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], float]]) -> None:
+        """Give the functions of curriculum metrics whose schedule_type is "custom"; they get the step, counted from 1.
+
+        Raises:
+            zeropp.ConfigError: there is no curriculum, the metric's schedule is another, or batches were drawn already.
+        """
+        sampler = getattr(self.training_dataloader, "batch_sampler", None)
+        if not isinstance(sampler, LaterSampler):
+            raise ConfigError(
+                "set_custom_curriculum_learning_schedule: the engine's loader has no curriculum; give initialize training_data, and "
+                "data_efficiency.data_sampling.curriculum_learning in the configuration"
+            )
+        sampler.set_schedules(schedule_func_dict)
 
     def _sampler(self, dataset: Any, shuffle: bool) -> Any:
         """Return what gives this rank its part of a dataset; None for one rank, which takes all of it."""

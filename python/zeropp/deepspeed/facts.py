@@ -134,7 +134,6 @@ NOT_BUILT: dict[str, str] = {
     "print_forward_breakdown": "zeropp.trace writes a timeline of steps",
     "quantize_training": "zeropp has no quantized training",
     "random_ltd_initialize": "zeropp has no random layer-token dropping",
-    "set_custom_curriculum_learning_schedule": _CURRICULUM,
     "set_data_post_process_func": _CURRICULUM,
     "coalesce_grad_reduction": "put all backwards of a step but the last one inside zeropp.no_sync(engine.module)",
 }  # fmt: skip

@@ -17,6 +17,7 @@ from zeropp.checkpoint.load import load
 from zeropp.checkpoint.save import save
 from zeropp.comm.collective import Ranks
 from zeropp.config import nearest
+from zeropp.data.sampling import LaterSampler
 from zeropp.deepspeed.facts import Facts, logger
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.files.disk import write_text
@@ -230,6 +231,9 @@ class Saving(Facts):
             self.global_steps, self.micro_steps = mine["global_steps"], mine["micro_steps"]
             self.skipped_steps = mine.get("skipped_steps", 0)
             self.global_samples = mine.get("global_samples", self.global_steps * (self.train_batch_size() or 0))
+            sampler = getattr(getattr(self, "training_dataloader", None), "batch_sampler", None)
+            if isinstance(sampler, LaterSampler):
+                sampler.sampler.step = self.global_steps
         return str(folder), mine["client"]
 
 

@@ -103,6 +103,7 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.onebit.adam": {"optimizers": "OnebitAdam"},
     "deepspeed.runtime.fp16.onebit.lamb": {"optimizers": "OnebitLamb"},
     "deepspeed.runtime.fp16.onebit.zoadam": {"optimizers": "ZeroOneAdam"},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"zeropp.deepspeed.data_analyzer": "DataAnalyzer"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed.schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
     "deepspeed.runtime.utils": {
         "helpers": "DummyOptim noop_context noop_decorator ensure_directory_exists set_random_seed is_model_parallel_parameter "
@@ -221,7 +222,6 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
         "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd "
         "remove_random_ltd_state_dict",
         "deepspeed.runtime.data_pipeline.data_routing.scheduler": "RandomLTDScheduler",
-        "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
         "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
         "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
         "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr":
