@@ -5,6 +5,7 @@
 #include "step_plan.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "../ops/norm/norm.h"
 
@@ -105,6 +106,44 @@ zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_n
     if (status == ZPP_OK) status = zpp_zero_gather_norms(stepper->zero, own, units * sizeof *own, norms, wait, err);
     free(own);
     return status;
+}
+
+/* Append the pieces of one shard; a group without any where the unit has no gradient. */
+static bool append(const struct zpp_stepper *stepper, int unit, int rank, size_t group, struct zpp_norm_pieces *out) {
+    struct zpp_step_shard shard;
+    struct pieces pieces = {0};
+    const size_t first = out->firsts[group];
+    const bool has = stepper->units[unit].unit->trainable && zpp_step_shard_of(stepper, unit, false, &shard);
+    bool memory = !has || make_pieces(&shard, rank, &pieces);
+    struct zpp_norm_segment *all = memory ? realloc(out->segments, (first + pieces.count + 1) * sizeof *all) : NULL;
+    memory = all != NULL;
+    if (memory) {
+        out->segments = all;
+        if (pieces.count) memcpy(all + first, pieces.segments, pieces.count * sizeof *all);
+        out->firsts[group + 1] = first + pieces.count;
+    }
+    drop_pieces(&pieces);
+    return memory;
+}
+
+zpp_status zpp_norm_pieces_make(const struct zpp_stepper *stepper, struct zpp_norm_pieces *out, struct zpp_err *err) {
+    const bool local = zpp_zero_grads_are_local(stepper->zero);
+    const int ranks = local ? zpp_zero_ranks(stepper->zero) : 1, own = zpp_zero_rank(stepper->zero);
+    const size_t units = (size_t)stepper->units_count, groups = units * (size_t)ranks;
+    *out =
+        (struct zpp_norm_pieces){.firsts = calloc(groups + 1, sizeof *out->firsts), .groups = groups, .ranks = ranks};
+    bool memory = out->firsts != NULL;
+    for (size_t g = 0; g < groups && memory; g++)
+        memory = append(stepper, (int)(g % units), local ? (int)(g / units) : own, g, out);
+    if (memory) return ZPP_OK;
+    zpp_norm_pieces_drop(out);
+    return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %zu shards", groups);
+}
+
+void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces) {
+    free(pieces->segments);
+    free(pieces->firsts);
+    *pieces = (struct zpp_norm_pieces){0};
 }
 
 double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ranks) {

@@ -18,6 +18,7 @@
 #ifndef ZPP_ZERO_STEP_PLAN_H
 #define ZPP_ZERO_STEP_PLAN_H
 
+#include "../ops/norm/norm.h"
 #include "../ops/optim/optim.h"
 #include "offload/optim_file.h"
 #include "zero.h"
@@ -165,6 +166,18 @@ zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct 
  * first: the order in which they are read ahead. */
 zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, const struct zpp_wait *wait,
                            struct zpp_err *err);
+/* What of which the norm is made, for a device that measures it (step_device.h). Group r * units + u has the pieces of
+ * unit u's shard r that have a gradient, in order: segments firsts[g] to firsts[g + 1]. `ranks` is 1 where this rank
+ * has its own shards only, and the number of ranks where gradients are local. Free with zpp_norm_pieces_drop. */
+struct zpp_norm_pieces {
+    struct zpp_norm_segment *segments;
+    size_t *firsts; /* [groups + 1] */
+    size_t groups;
+    int ranks;
+};
+zpp_status zpp_norm_pieces_make(const struct zpp_stepper *stepper, struct zpp_norm_pieces *out, struct zpp_err *err);
+void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces); /* all zero is fine */
+
 /* The sum of `squares`, in the order that this file promises. */
 double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ranks);
 

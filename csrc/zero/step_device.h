@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A step on shards in memory of a device, for which the host waits nowhere: everything is enqueued on one stream, and
+ * what the step depends on stays on the device, in the record of ops/norm/clip.h:
+ *
+ *   measure   sums of squares of this rank's gradients, then norm and skip from those of all ranks
+ *   limit     the factor of clipping
+ *   launch    the plan: kernels that read the record's words
+ *   settle    the loss scale of the next backward; the record goes to the host, beside what is enqueued later
+ *   look      the host's copy, once it is there
+ *
+ * The bits are those of a step on the CPU (norm.c, step_plan.c).
+ */
+#ifndef ZPP_ZERO_STEP_DEVICE_H
+#define ZPP_ZERO_STEP_DEVICE_H
+
+#include "../ops/norm/clip.h"
+#include "step_plan.h"
+
+/* Make every rank's sums readable on the stream: `own` has been written there, `units` doubles of device memory. Fill
+ * in `all` [ranks] with addresses that kernels can read. */
+typedef zpp_status (*zpp_share_sums_fn)(void *arg, zpp_stream *stream, const double *own, const double **all,
+                                        struct zpp_err *err);
+
+typedef struct zpp_step_device zpp_step_device;
+struct zpp_step_device_options {
+    zpp_stream *stream;      /* of the device where the shards are; borrowed until destroy */
+    double loss_scale;       /* of the first backward; 1: none */
+    const uint64_t *halt;    /* of struct zpp_clip, or NULL */
+    zpp_share_sums_fn share; /* NULL: one rank, or gradients that are local */
+    void *share_arg;
+};
+/* New; free with zpp_step_device_destroy. */
+zpp_status zpp_step_device_create(const struct zpp_step_device_options *options, zpp_step_device **out,
+                                  struct zpp_err *err);
+void zpp_step_device_destroy(zpp_step_device *step);                         /* waits for its work; NULL is fine */
+struct zpp_clip_record *zpp_step_device_record(const zpp_step_device *step); /* the device's memory */
+
+/* Enqueue the norm of the gradients of `stepper`, in rule->parts as zpp_clip does them. NOT_BUILT for sharded gradients
+ * of several ranks without `share`, INVALID for float64. */
+zpp_status zpp_step_device_measure(zpp_step_device *step, const struct zpp_stepper *stepper,
+                                   const struct zpp_clip_rule *rule, struct zpp_err *err);
+/* Enqueue parts that need no sums: LIMIT, SETTLE. */
+zpp_status zpp_step_device_clip(zpp_step_device *step, const struct zpp_clip_rule *rule, struct zpp_err *err);
+/* Enqueue the step. NOT_BUILT, and nothing done, for a plan of float64, of bf16 without an fp32 copy, and of files. */
+zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, struct zpp_err *err);
+/* Enqueue a copy of the record to the host; then read the last one that was asked for. AGAIN: `wait` is NULL, and it is
+ * not there yet. */
+zpp_status zpp_step_device_send(zpp_step_device *step, struct zpp_err *err);
+zpp_status zpp_step_device_look(zpp_step_device *step, const struct zpp_wait *wait, struct zpp_clip_record *out,
+                                struct zpp_err *err);
+
+#endif
