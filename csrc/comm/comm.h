@@ -71,6 +71,13 @@ void zpp_comm_destroy(zpp_comm *comm);
 void zpp_comm_abort(zpp_comm *comm, const char *message);
 /* Return OK, or the error that ended the group. A few ns; any thread. */
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err);
+/* For waits that this library does not make itself, such as a stream's for a peer. Any thread; each is a system call.
+ * Return true if the rank died or left. Look again at what is waited for after that, then: */
+bool zpp_comm_peer_gone(const zpp_comm *comm, int rank);
+/* Return the comm error, which names the rank, if it is gone or was waited for since `start_ns` for longer than the
+ * group's timeout; `doing`: what this rank waits for, in words. */
+zpp_status zpp_comm_check_peer(zpp_comm *comm, int rank, bool gone, uint64_t start_ns, const char *doing,
+                               struct zpp_err *err);
 int zpp_comm_rank(const zpp_comm *comm);
 int zpp_comm_ranks(const zpp_comm *comm);
 int zpp_comm_hosts(const zpp_comm *comm);             /* on how many hosts its ranks are */

@@ -278,3 +278,24 @@ zpp_status zpp_await_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_ta
     }
     return ZPP_OK;
 }
+
+/* --- waits outside of this library -------------------------------------------------------------------------------- */
+
+bool zpp_comm_peer_gone(const zpp_comm *comm, int rank) { return zpp_peer_gone(comm, rank); }
+
+static void describe_text(const void *ctx, char *text, size_t capacity) {
+    snprintf(text, capacity, "%s", (const char *)ctx);
+}
+
+zpp_status zpp_comm_check_peer(zpp_comm *comm, int rank, bool gone, uint64_t start_ns, const char *doing,
+                               struct zpp_err *err) {
+    const struct zpp_wait wait = {comm->timeout_ns, NULL, NULL};
+    struct zpp_wait_ctx wait_ctx = {.comm = comm,
+                                    .wait = &wait,
+                                    .fatal = true,
+                                    .describe = describe_text,
+                                    .ctx = doing,
+                                    .start_ns = start_ns,
+                                    .log_ns = UINT64_MAX};
+    return zpp_wait_check(&wait_ctx, rank, gone, err);
+}

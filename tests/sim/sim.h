@@ -111,6 +111,14 @@ struct sim_faults {
 };
 extern struct sim_faults sim_faults;
 
+/* A wait that a stream is about to be given: for an event, recorded last on `after`, or for a counter. Where the
+ * function returns true it is left out, as a bug of the product would. NULL: none is. */
+struct sim_wait {
+    sim_stream stream, after; /* after: NULL with a counter */
+    const uint64_t *counter;  /* NULL with an event */
+};
+extern bool (*sim_leave_out)(const struct sim_wait *wait);
+
 /* --- kernels that a test brings, beside those of csrc/ops (kernels.c) ----------------------------------------------
  */
 
