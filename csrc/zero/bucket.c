@@ -62,15 +62,21 @@ unsigned char *zpp_bucket_of(const zpp_zero *zero, const struct zpp_unit *unit) 
 }
 
 uint8_t *zpp_bucket_flags(const zpp_zero *zero, const struct zpp_unit *unit) {
+    if (zero->path->flags) return zero->path->flags(zero, unit->grad);
     return zpp_bucket_of(zero, unit) + zpp_grad_whole_bytes(unit->grad);
 }
 
-/* True if no rank reads the unit's bucket any more. */
-static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+/* True if no host reads the unit's bucket any more, or has still to enqueue what reads it. */
+static bool is_enqueued(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     if (zpp_event_sync(grad->done, NULL, NULL) != ZPP_OK) return false;
     if (!zero->ring) return true; /* over several hosts the collective is finished, so no rank reads it */
     return zpp_desc_ring_acked(zero->ring) >= grad->seq &&
            (!zero->copy_ring || zpp_desc_ring_acked(zero->copy_ring) >= grad->copy_seq);
+}
+
+/* True if no rank reads the unit's bucket any more. */
+static bool is_idle(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    return is_enqueued(zero, grad) && (!zero->path->settled || zero->path->settled(zero, grad));
 }
 
 void zpp_bucket_give(zpp_zero *zero, struct zpp_unit_grad *grad) {
@@ -117,10 +123,10 @@ static zpp_status await_acks(void *arg, void *native, const struct zpp_wait *wai
 }
 
 /* The descriptor rings belong to the reduce stream, so it is that stream which waits for the peers. */
-static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
-                            struct zpp_err *err) {
+static zpp_status wait_enqueued(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                                struct zpp_err *err) {
     zpp_status status = zpp_event_sync(grad->done, wait, err);
-    if (status != ZPP_OK || is_idle(zero, grad)) return status;
+    if (status != ZPP_OK || is_enqueued(zero, grad)) return status;
     if (!wait) return ZPP_AGAIN;
     status = zpp_stream_launch(zero->reduce, await_acks, &grad, sizeof(struct zpp_unit_grad *), err);
     if (status == ZPP_OK) status = zpp_event_record(zero->acked, zero->reduce, err);
@@ -128,16 +134,38 @@ static zpp_status wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const st
     return status;
 }
 
+zpp_status zpp_bucket_wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                                struct zpp_err *err) {
+    const zpp_status status = wait_enqueued(zero, grad, wait, err);
+    return status == ZPP_OK && zero->path->settle ? zero->path->settle(zero, grad, err) : status;
+}
+
+/* Copy the shard to the carry, on a stream of the device where it lies. */
+static zpp_status copy_to_carry(zpp_zero *zero, const struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const size_t bytes = zpp_grad_shard_bytes(grad);
+    if (zero->path->keeps_carry) return zpp_stream_copy(zero->compute, grad->carry, grad->shard, bytes, err);
+    memcpy(grad->carry, grad->shard, bytes);
+    return ZPP_OK;
+}
+
 /* Stage 1, second backward of a step: the bucket is about to be refilled, and its own shard is the gradient so far. */
 static zpp_status save_carry(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
-    if (zero->options.stage != 1 || !grad->has || grad->carry) return ZPP_OK;
-    grad->carry = malloc(zpp_grad_shard_bytes(grad));
-    if (!grad->carry)
-        return zpp_fail(err, ZPP_NOMEM, "zero: no memory to keep %zu bytes of gradients of unit %s",
-                        zpp_grad_shard_bytes(grad), grad->unit->name);
-    memcpy(grad->carry, grad->shard, zpp_grad_shard_bytes(grad));
-    zero->carry_bytes += zpp_grad_shard_bytes(grad);
-    return ZPP_OK;
+    const size_t bytes = zpp_grad_shard_bytes(grad);
+    void *memory = grad->carry;
+    if (zero->options.stage != 1 || !grad->has || grad->carries) return ZPP_OK;
+    const zpp_status status = memory ? ZPP_OK : zpp_device_alloc(zpp_zero_shards_device(zero), bytes, &memory, err);
+    if (status != ZPP_OK) return status;
+    if (!grad->carry) zero->carry_bytes += bytes;
+    grad->carry = memory;
+    grad->carries = true;
+    return copy_to_carry(zero, grad, err);
+}
+
+void zpp_bucket_drop_carry(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    if (!grad->carry) return;
+    zpp_device_free(zpp_zero_shards_device(zero), grad->carry, zpp_grad_shard_bytes(grad));
+    zero->carry_bytes -= zpp_grad_shard_bytes(grad);
+    grad->carry = NULL;
 }
 
 /* The bound is kept by waiting for slower ranks. Where several coordinators are in one backward, a peer may wait in
@@ -164,16 +192,33 @@ static zpp_status stay_in_bound(zpp_zero *zero, size_t bytes, const struct zpp_w
     struct zpp_unit_grad *oldest = zpp_bucket_sweep(zero);
     while (bound && oldest && !zero->over_bound && zero->buckets.used_bytes + bytes > bound) {
         const zpp_status status =
-            zero->shares_backward ? linger(zero, oldest, wait, err) : wait_idle(zero, oldest, wait, err);
+            zero->shares_backward ? linger(zero, oldest, wait, err) : zpp_bucket_wait_idle(zero, oldest, wait, err);
         if (status != ZPP_OK) return status;
         oldest = zpp_bucket_sweep(zero);
     }
     return ZPP_OK;
 }
 
+/* *offset: ZPP_BUCKET_NONE where the arena has no place. Without mappings, buckets that went out are waited for before
+ * the unit gets memory of its own. */
+static zpp_status find_place(zpp_zero *zero, struct zpp_unit_grad *grad, size_t *offset, const struct zpp_wait *wait,
+                             struct zpp_err *err) {
+    *offset = ZPP_BUCKET_NONE;
+    if (zpp_keeps_buckets(zero)) return ZPP_OK;
+    *offset = take_span(&zero->buckets, grad->bucket_bytes);
+    if (!zero->path->make_own) return ZPP_OK;
+    while (*offset == ZPP_BUCKET_NONE && zero->out_first) {
+        const zpp_status status = zpp_bucket_wait_idle(zero, zero->out_first, wait, err);
+        if (status != ZPP_OK) return status;
+        (void)zpp_bucket_sweep(zero);
+        *offset = take_span(&zero->buckets, grad->bucket_bytes);
+    }
+    return *offset == ZPP_BUCKET_NONE ? zero->path->make_own(zero, grad, err) : ZPP_OK;
+}
+
 zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_unit_grad *grad = unit->grad;
-    zpp_status status = wait_idle(zero, grad, wait, err); /* the bucket of the backward before */
+    zpp_status status = zpp_bucket_wait_idle(zero, grad, wait, err); /* the bucket of the backward before */
     if (status == ZPP_OK) status = save_carry(zero, grad, err);
     if (status != ZPP_OK) return status;
     if (grad->listed) {
@@ -181,8 +226,9 @@ zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct z
         zpp_bucket_give(zero, grad);
     }
     status = stay_in_bound(zero, grad->bucket_bytes, wait, err);
+    size_t offset = ZPP_BUCKET_NONE;
+    if (status == ZPP_OK) status = find_place(zero, grad, &offset, wait, err);
     if (status != ZPP_OK) return status;
-    size_t offset = zpp_keeps_buckets(zero) ? ZPP_BUCKET_NONE : take_span(&zero->buckets, grad->bucket_bytes);
     grad->at_mapping = offset == ZPP_BUCKET_NONE;
     grad->bucket_offset_bytes = grad->at_mapping ? grad->mapping_offset_bytes : offset;
     if (zero->options.stage == 0 && grad->touched_params) return ZPP_OK; /* p.grad lives here: what was touched stays */
@@ -194,5 +240,6 @@ zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct z
 void zpp_bucket_add_carry(const struct zpp_unit_grad *grad, unsigned char *to) {
     const struct zpp_unit *unit = grad->unit;
     const void *carry = grad->carry;
-    if (carry) zpp_reduce_sources(to, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
+    if (grad->carries)
+        zpp_reduce_sources(to, unit->grad_dtype, true, &carry, 1, unit->grad_dtype, unit->shard_elems, 1.0f);
 }

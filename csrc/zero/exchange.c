@@ -108,6 +108,7 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
     status = exchange_all(zero, ZPP_DESC_STEP, &vote, sizeof vote, all, wait, err);
     if (!votes) free(all);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks step", 0);
+    if (status == ZPP_OK && zero->placement->begin_writes) status = zero->placement->begin_writes(zero, err);
     zero->step_ns = zpp_span_begin();
     zero->stepping = status == ZPP_OK;
     return status;
@@ -123,9 +124,11 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct
     zero->step_ns = 0;
     zero->stepping = false;
     if (zpp_zero_keeps_local_grads(zero)) return ZPP_OK;
-    zpp_zero_publish(zero);
     const uint64_t began_ns = zpp_span_begin();
-    zpp_status status = zero->ranks == 1 ? ZPP_OK : zpp_barrier(zero->options.comm, wait, err);
+    zpp_status status = ZPP_OK;
+    if (zero->placement->end_writes) status = zero->placement->end_writes(zero, err);
+    else zpp_zero_publish(zero);
+    if (status == ZPP_OK && zero->ranks > 1) status = zpp_barrier(zero->options.comm, wait, err);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks have stepped", 0);
     if (status != ZPP_OK || zero->options.stage == 0) return status;
     for (int i = 0; i < zero->units_count; i++) {

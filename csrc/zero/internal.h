@@ -155,6 +155,7 @@ struct zpp_zero {
     double grad_scale;
     const struct zpp_grad_store *store; /* where reduced gradients live */
     const struct zpp_grad_path *path;   /* how gradients come to their buckets */
+    struct zpp_on_device *on_device;    /* NULL: shards are on the host */
     struct zpp_grad_blocks blocks;
     unsigned char *grads_alone; /* one rank beside an accelerator: buckets, private memory */
     size_t grads_alone_bytes;
@@ -183,8 +184,10 @@ static inline unsigned char *zpp_grads_of_rank(const zpp_zero *zero, int rank) {
     return zero->grads ? zpp_region_base(zero->grads, rank) : zero->grads_alone;
 }
 
-/* One rank on the CPU: gradients are not reduced. */
-static inline bool zpp_zero_keeps_local_grads(const zpp_zero *zero) { return zero->ranks == 1 && !zero->options.host; }
+/* One rank whose shards are where it computes: gradients are not reduced. */
+static inline bool zpp_zero_keeps_local_grads(const zpp_zero *zero) {
+    return zero->ranks == 1 && zpp_zero_shards_device(zero) == zero->options.device;
+}
 
 /* Stages 0 and 1: the reduced gradient is a part of the bucket. */
 static inline bool zpp_keeps_buckets(const zpp_zero *zero) { return zero->options.stage <= 1; }

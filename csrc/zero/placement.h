@@ -10,6 +10,8 @@
  *   sharded_net   a shard a rank, on several hosts                     an all-gather; with hpZ from secondary shards
  *   offloaded     a shard a rank, in memory of the host                copies of the shards to an accelerator
  *   offloaded_whole   the same, and whole on an accelerator            never; after a step, the shards of all ranks
+ *   on_device     a shard a rank, in memory of an accelerator          copies of the peers' shards
+ *   on_device_whole   in memory of every rank's accelerator, whole     never; after a step, the others' shards
  *   nvme          in a file that the ranks of a host share             a read of the whole unit
  *   nvme_net      in a file a rank, of its shards, on several hosts    a read of the shard, then an all-gather
  *
@@ -33,11 +35,15 @@ struct zpp_placement {
     zpp_status (*open)(zpp_zero *zero, struct zpp_err *err); /* create: its streams */
     /* seal, after the regions were made. `warm_bytes`: memory that may wait for the next gather. */
     zpp_status (*seal)(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err);
+    void (*fini)(zpp_zero *zero); /* destroy, after all streams */
     bool (*reads)(const zpp_zero *zero); /* true if a read is under way; NULL: there is no file */
     void (*count_memory)(const zpp_zero *zero, struct zpp_zero_memory *out); /* adds to `out` */
 
     /* Before the votes of a step: this rank's gathers read no shard any more. */
     zpp_status (*settle)(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+    /* After the votes, before shards are written; and before the barrier behind that, in place of `publish`. */
+    zpp_status (*begin_writes)(zpp_zero *zero, struct zpp_err *err);
+    zpp_status (*end_writes)(zpp_zero *zero, struct zpp_err *err);
 
     /* --- one unit: its life --------------------------------------------------------------------------------------- */
     /* seal, before there is memory: where its values and addresses are to be. */
@@ -80,7 +86,7 @@ static inline unsigned char *zpp_unit_shard_of_whole(const struct zpp_unit *unit
 
 extern const struct zpp_placement zpp_placement_replicated, zpp_placement_host_shared, zpp_placement_sharded,
     zpp_placement_sharded_net, zpp_placement_nvme, zpp_placement_nvme_net, zpp_placement_offloaded,
-    zpp_placement_offloaded_whole;
+    zpp_placement_offloaded_whole, zpp_placement_on_device, zpp_placement_on_device_whole;
 
 /* For placements whose whole units lie in the coordinator's range of addresses, or in its backing (sharded.c). */
 void zpp_range_lay_out(zpp_zero *zero, struct zpp_unit *unit);

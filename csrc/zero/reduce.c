@@ -47,7 +47,8 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     zpp_internode_drop(zero->options.comm, &grad->internode_sum);
     free(grad->internode_memory);
     if (zero->store->free) zero->store->free(zero, grad);
-    free(grad->carry);
+    if (zero->path->drop_unit) zero->path->drop_unit(zero, grad);
+    zpp_bucket_drop_carry(zero, grad);
     zpp_event_destroy(grad->written);
     zpp_event_destroy(grad->done);
     free(grad->seen);
@@ -90,13 +91,14 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
         mappings_bytes += unit->grad->bucket_bytes;
         if (zpp_keeps_buckets(zero) && unit->trainable) zero->kept_bucket_bytes += unit->grad->bucket_bytes;
     }
+    /* Behind them, the board of exchange.c: a norm, the name of its worst element and whose it was for each unit. */
+    const size_t board_bytes = round_up(24 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
+    if (zero->path->make_buckets) return zero->path->make_buckets(zero, mappings_bytes, board_bytes, err);
     if (!zpp_keeps_buckets(zero)) arena_bytes = round_up(mappings_bytes, ZPP_PAGE_BYTES);
     for (int at = 0; at < zero->order_count; at++)
         zero->units[zero->order[at]]->grad->mapping_offset_bytes += arena_bytes;
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the buckets of %d units", zero->order_count);
-    /* Behind them, the board of exchange.c: a norm, the name of its worst element and whose it was for each unit. */
-    const size_t board_bytes = round_up(24 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     const zpp_status status = zpp_exchange_init(zero, arena_bytes + mappings_bytes, board_bytes, err);
     if (status != ZPP_OK) return status;
     return make_bucket_memory(zero, arena_bytes, arena_bytes + mappings_bytes + board_bytes, err);
@@ -229,8 +231,9 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     if (status == ZPP_OK && internode)
         status = zpp_reduce_net_launch(zero, grad, grad->empty ? NULL : zpp_bucket_flags(zero, grad->unit),
                                       zpp_bucket_of(zero, grad->unit), err);
+    const zpp_op_fn on_host = internode ? zpp_reduce_net_finish : zpp_reduce_shm;
     if (status == ZPP_OK)
-        status = zpp_stream_launch(zero->reduce, internode ? zpp_reduce_net_finish : zpp_reduce_shm, &grad,
+        status = zpp_stream_launch(zero->reduce, zero->path->reduce ? zero->path->reduce : on_host, &grad,
                                    sizeof(struct zpp_unit_grad *), err);
     if (status == ZPP_OK) status = zpp_event_record(grad->done, zero->reduce, err);
     return status;
@@ -240,14 +243,24 @@ static bool is_complete(const struct zpp_unit_grad *grad) {
     return grad->missing == 0 && grad->uses <= 1 && !grad->partial;
 }
 
-static zpp_status drain(zpp_zero *zero, bool all, struct zpp_err *err) {
+/* The bucket of the next unit goes out. AGAIN: its way is not free yet. */
+static zpp_status send_next(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    const bool any = unit->grad->touched_params;
+    zpp_status status = any && zero->path->prepare ? zero->path->prepare(zero, unit->grad, wait, err) : ZPP_OK;
+    if (status == ZPP_OK && any) status = clear_untouched(zero, unit, err);
+    if (status == ZPP_OK) status = launch(zero, unit->grad, err);
+    if (status == ZPP_OK) zero->order_at++;
+    return status;
+}
+
+/* `all`: also units whose gradients did not all come, after the backward; without it `wait` is NULL. */
+static zpp_status drain(zpp_zero *zero, bool all, const struct zpp_wait *wait, struct zpp_err *err) {
     while (zero->order_at < zero->order_count) {
         struct zpp_unit *unit = zero->units[zero->order[zero->order_at]];
         if (!all && !is_complete(unit->grad)) break;
-        zpp_status status = unit->grad->touched_params ? clear_untouched(zero, unit, err) : ZPP_OK;
-        if (status == ZPP_OK) status = launch(zero, unit->grad, err);
+        const zpp_status status = send_next(zero, unit, wait, err);
+        if (status == ZPP_AGAIN && !all) break;
         if (status != ZPP_OK) return status;
-        zero->order_at++;
     }
     const zpp_status status = zpp_stream_poll(zero->reduce, err);
     return status == ZPP_AGAIN ? ZPP_OK : status;
@@ -318,7 +331,7 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
     status = put_gradient(zero, unit, param, from, err);
     if (status != ZPP_OK) return status;
     count_gradient(grad, param, partial);
-    return zero->reduces && is_complete(grad) ? drain(zero, false, err) : ZPP_OK;
+    return zero->reduces && is_complete(grad) ? drain(zero, false, NULL, err) : ZPP_OK;
 }
 
 /* Stage 0: from here on the whole gradient lies in the bucket on every rank, also where it had none. */
@@ -343,13 +356,12 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
         zpp_unit_grad_reduced(grad);
         grad->touched_params = 0;
         if (zero->options.stage == 0 && grad->has) adopt_result(zero, grad);
-        if (grad->carry) zero->carry_bytes -= zpp_grad_shard_bytes(grad);
-        free(grad->carry);
-        grad->carry = NULL;
+        grad->carries = false;
+        if (!zero->path->keeps_carry) zpp_bucket_drop_carry(zero, grad);
     }
     (void)zpp_bucket_sweep(zero);
     zero->pass++;
-    return ZPP_OK;
+    return zero->path->finish ? zero->path->finish(zero, err) : ZPP_OK;
 }
 
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -357,7 +369,7 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
     if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward) {
         status = zero->store->end_backward(zero, false, err);
     } else if (zero->reduces && zero->order_count) {
-        status = drain(zero, true, err);
+        status = drain(zero, true, wait, err);
         if (status == ZPP_OK) status = finish(zero, wait, err);
     }
     if (status != ZPP_OK) return status;

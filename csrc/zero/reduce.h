@@ -62,6 +62,10 @@ struct zpp_unit_grad {
     uint64_t pass;
     uint64_t *peer_offsets; /* [ranks] */
     zpp_event *written, *done;
+    /* on a device (reduce_device.c) */
+    uint64_t number;           /* of the reduction that went out last */
+    size_t flags_offset_bytes; /* in the host's region `zero->grads` */
+    void *own;                 /* a bucket outside of the arena; NULL until the arena was full once */
     /* over several hosts (internode.c) */
     zpp_work *internode_flags, *internode_sum;
     unsigned char *internode_memory;
@@ -73,6 +77,7 @@ struct zpp_unit_grad {
     size_t back_offset_bytes;
     unsigned char
         *carry; /* stage 1: the shard from before, while a second backward of the same step refills the bucket */
+    bool carries;
     uint8_t *present;     /* [params] */
     bool has;
     uint64_t origins;     /* ranks whose gradients were not finite (origin.c) */
@@ -117,6 +122,12 @@ zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait 
 
 /* reduce_shm.c: the same on one host, as one operation on the reduce stream. */
 zpp_status zpp_reduce_shm(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
+/* Parts of it: this rank's descriptor, and every rank's, of which peer_offsets are kept. */
+#define ZPP_NO_BUCKET UINT64_MAX
+struct zpp_desc zpp_reduce_desc(const struct zpp_unit_grad *grad, uint64_t kind);
+zpp_status zpp_reduce_read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_desc_ring *ring, uint64_t kind,
+                                 uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err);
+void zpp_reduce_count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad);
 
 /* --- buckets of units (bucket.c) ---------------------------------------------------------------------------------- */
 /* The unit's bucket (stage 0: what p.grad is a view of); NULL without one. Behind the gradient, one byte a parameter:
@@ -127,10 +138,15 @@ uint8_t *zpp_bucket_flags(const zpp_zero *zero, const struct zpp_unit *unit);
  * bucket_bytes are in use. */
 zpp_status zpp_bucket_take(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
 void zpp_bucket_give(zpp_zero *zero, struct zpp_unit_grad *grad);
+/* What is launched on the compute stream from now on runs after all that read the unit's bucket. AGAIN: `wait` is NULL,
+ * and a host has not enqueued it yet. */
+zpp_status zpp_bucket_wait_idle(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                                struct zpp_err *err);
 /* It goes out: it is given back by a later sweep. */
 void zpp_bucket_list(zpp_zero *zero, struct zpp_unit_grad *grad);
 /* Give back the buckets whose reduction is over on all ranks. Returns the oldest that is still read, or NULL. */
 struct zpp_unit_grad *zpp_bucket_sweep(zpp_zero *zero);
+void zpp_bucket_drop_carry(zpp_zero *zero, struct zpp_unit_grad *grad);
 /* Add the gradient of the backward before, where that was kept: grad->carry, to the shard at `to`. */
 void zpp_bucket_add_carry(const struct zpp_unit_grad *grad, unsigned char *to);
 

@@ -19,21 +19,19 @@
 #include "grad_store.h"
 #include "internal.h"
 
-#define NO_BUCKET UINT64_MAX
-
-static struct zpp_desc desc_of(const struct zpp_unit_grad *grad, uint64_t kind) {
+struct zpp_desc zpp_reduce_desc(const struct zpp_unit_grad *grad, uint64_t kind) {
     return (struct zpp_desc){
         .kind = kind,
         .object = (uint64_t)grad->unit->index,
         .step = grad->pass,
         .elems = grad->unit->elems,
-        .offset_bytes = grad->empty ? NO_BUCKET : grad->bucket_offset_bytes,
+        .offset_bytes = grad->empty ? ZPP_NO_BUCKET : grad->bucket_offset_bytes,
     };
 }
 
-static zpp_status read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_desc_ring *ring, uint64_t kind,
-                             uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err) {
-    const struct zpp_desc expect = desc_of(grad, kind);
+zpp_status zpp_reduce_read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_desc_ring *ring, uint64_t kind,
+                                 uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_desc expect = zpp_reduce_desc(grad, kind);
     if (!ring) grad->peer_offsets[0] = expect.offset_bytes; /* one rank */
     for (int rank = 0; ring && rank < zero->ranks; rank++) {
         struct zpp_desc desc;
@@ -50,7 +48,7 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard
     const struct zpp_unit *unit = grad->unit;
     int count = 0;
     for (int rank = 0; rank < zero->ranks; rank++) {
-        if (grad->peer_offsets[rank] == NO_BUCKET) continue;
+        if (grad->peer_offsets[rank] == ZPP_NO_BUCKET) continue;
         const unsigned char *bucket = zpp_grads_of_rank(zero, rank) + grad->peer_offsets[rank];
         const uint8_t *touched = bucket + zpp_grad_whole_bytes(grad);
         for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
@@ -63,13 +61,13 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard
     return count;
 }
 
-static void count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+void zpp_reduce_count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
     const size_t source_bytes =
         zpp_wire_quantises_grads(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
     int read = 0;
     if (zero->ranks == 1) return;
-    for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != NO_BUCKET;
+    for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != ZPP_NO_BUCKET;
     zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
                    (uint64_t)read * source_bytes);
 }
@@ -89,7 +87,7 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     zpp_origin_note(zero, grad, zpp_origin_add(zero, unit, &all, to));
     zpp_bucket_add_carry(grad, to);
     grad->has = grad->changed = true;
-    count_traffic(zero, grad);
+    zpp_reduce_count_traffic(zero, grad);
     return ZPP_OK;
 }
 
@@ -123,7 +121,7 @@ static zpp_status pack(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
 }
 
 static zpp_status post(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
-    const struct zpp_desc desc = desc_of(grad, ZPP_DESC_REDUCE);
+    const struct zpp_desc desc = zpp_reduce_desc(grad, ZPP_DESC_REDUCE);
     if (!zero->ring) return ZPP_OK;
     return zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
 }
@@ -134,7 +132,7 @@ static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
 
 static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     const struct zpp_grad_store *store = zero->store;
-    zpp_status status = read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
+    zpp_status status = zpp_reduce_read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
     if (status == ZPP_OK && store->load_wait) status = store->load_wait(zero, grad, wait);
     const uint64_t began_ns = zpp_span_begin();
     if (status == ZPP_OK) status = add_shards(zero, grad, err);
@@ -146,7 +144,7 @@ static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct z
 
 static zpp_status post_shard(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                              struct zpp_err *err) {
-    struct zpp_desc desc = desc_of(grad, ZPP_DESC_COPY);
+    struct zpp_desc desc = zpp_reduce_desc(grad, ZPP_DESC_COPY);
     if (!zero->copy_ring) return ZPP_OK;
     desc.offset_bytes = grad->origins; /* of my shard: where that lies is known */
     return zpp_desc_ring_post(zero->copy_ring, &desc, wait, &grad->copy_seq, err);
@@ -154,7 +152,7 @@ static zpp_status post_shard(zpp_zero *zero, struct zpp_unit_grad *grad, const s
 
 static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     if (!zero->copy_ring) return ZPP_OK;
-    const zpp_status status = read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
+    const zpp_status status = zpp_reduce_read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
     if (status != ZPP_OK) return status;
     copy_shards(zero, grad);
     for (int rank = 0; rank < zero->ranks; rank++) grad->origins |= grad->peer_offsets[rank];

@@ -14,15 +14,21 @@
 #include "internal.h"
 #include "placement.h"
 
+static bool shards_on_device(const struct zpp_zero_options *options) {
+    return options->host && options->shards == ZPP_SHARDS_ON_DEVICE;
+}
+
 /* With an accelerator. */
-static const struct zpp_placement *placement_on_accelerator(enum zpp_place place) {
-    return place == ZPP_PLACE_SHARD ? &zpp_placement_offloaded : &zpp_placement_offloaded_whole;
+static const struct zpp_placement *placement_on_accelerator(const zpp_zero *zero, enum zpp_place place) {
+    const bool moves = place == ZPP_PLACE_SHARD;
+    if (shards_on_device(&zero->options)) return moves ? &zpp_placement_on_device : &zpp_placement_on_device_whole;
+    return moves ? &zpp_placement_offloaded : &zpp_placement_offloaded_whole;
 }
 
 /* The one place that chooses; what differs is in the tables (placement.h). */
 static const struct zpp_placement *placement_of(const zpp_zero *zero, enum zpp_place place) {
     const bool internode = zpp_internode(zero->options.comm);
-    if (zero->options.host) return placement_on_accelerator(place);
+    if (zero->options.host) return placement_on_accelerator(zero, place);
     switch (place) {
     case ZPP_PLACE_HOST: return &zpp_placement_host_shared;
     case ZPP_PLACE_SHARD: return internode ? &zpp_placement_sharded_net : &zpp_placement_sharded;
@@ -48,20 +54,27 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
 /* What does not go together with an accelerator yet. */
 static zpp_status check_accelerator(const struct zpp_zero_options *options, struct zpp_err *err) {
     if (!options->host) return ZPP_OK;
-    if (options->shards == ZPP_SHARDS_ON_DEVICE)
-        return zpp_fail(err, ZPP_NOT_BUILT,
-                        "zero: shards in memory of an accelerator are not supported yet; use "
-                        "Offload(params=\"cpu\", optimizer=\"cpu\")");
     if (zpp_internode(options->comm))
         return zpp_fail(err, ZPP_NOT_BUILT, "zero: accelerators on several hosts are not supported yet; use one host");
-    if (options->stage == 0)
+    if (options->stage == 0 && !shards_on_device(options))
         return zpp_fail(err, ZPP_NOT_BUILT,
-                        "zero: stage 0 on an accelerator is not supported yet; use stage 1, 2 or 3");
+                        "zero: stage 0 with shards beside an accelerator is not supported yet; use stage 1, 2 or 3, "
+                        "or keep shards on the accelerator");
     if (options->params_fraction > 0.0)
         return zpp_fail(err, ZPP_NOT_BUILT,
                         "zero: parameters in a file are not supported on an accelerator yet; use "
                         "Offload(params=\"cpu\")");
     return ZPP_OK;
+}
+
+/* The tables, but for the placements. */
+static void choose_tables(zpp_zero *zero) {
+    const struct zpp_zero_options *options = &zero->options;
+    zero->store = options->stage <= 1 ? &zpp_grad_store_bucket : &zpp_grad_store_memory;
+    zero->path = options->host ? &zpp_grad_path_offload : &zpp_grad_path_direct;
+    if (!shards_on_device(options)) return;
+    zero->store = &zpp_grad_store_device;
+    zero->path = &zpp_grad_path_device;
 }
 
 zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **out, struct zpp_err *err) {
@@ -75,8 +88,7 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->rank = options->comm ? zpp_comm_rank(options->comm) : 0;
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
-    zero->store = options->stage <= 1 ? &zpp_grad_store_bucket : &zpp_grad_store_memory;
-    zero->path = options->host ? &zpp_grad_path_offload : &zpp_grad_path_direct;
+    choose_tables(zero);
     pthread_mutex_init(&zero->grad_pool_lock, NULL); /* with default attributes it cannot fail */
     pthread_mutex_init(&zero->grad_file.lock, NULL);
     zpp_comm *sharers = zpp_internode(options->comm) ? options->copy : options->comm;
@@ -160,7 +172,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_desc_ring_destroy(zero->ring);
     zpp_desc_ring_destroy(zero->copy_ring);
     zpp_unpin_all(zero);
-    zpp_wrapped_fini(zero);
+    if (zero->placement->fini) zero->placement->fini(zero);
     zpp_range_destroy(zero->range);
     zpp_unit_file_destroy(zero->unit_file);
     zpp_unit_file_destroy(zero->grad_file.unit_file);
@@ -323,8 +335,7 @@ static zpp_status make_alone(zpp_zero *zero, struct zpp_err *err) {
 }
 
 static zpp_status make_param_memory(zpp_zero *zero, struct zpp_err *err) {
-    zpp_status status = zpp_resident_make(zero, err);
-    if (status != ZPP_OK) return status;
+    zpp_status status = ZPP_OK;
     if (zero->ranks == 1) return make_alone(zero, err);
     if (zero->params_bytes)
         status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, zero->params_bytes, &zero->params, err);

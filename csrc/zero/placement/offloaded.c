@@ -55,11 +55,17 @@ static zpp_status settle(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
     return status == ZPP_OK ? zpp_event_sync(zero->settled, wait, err) : status;
 }
 
+static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
+    const zpp_status status = zpp_resident_make(zero, err);
+    return status == ZPP_OK ? zpp_wrapped_seal(zero, warm_bytes, err) : status;
+}
+
 const struct zpp_placement zpp_placement_offloaded = {
     .name = "offloaded",
     .moves = true,
     .open = zpp_wrapped_open,
-    .seal = zpp_wrapped_seal,
+    .seal = seal,
+    .fini = zpp_wrapped_fini,
     .count_memory = zpp_wrapped_count_memory,
     .settle = settle,
     .lay_out = lay_out,

@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Parameters whose shards live on the device (on_device.h): in memory of GPUs that the ranks of a host map, or in
+ * memory of the device alone with one rank. A gather is one copy for each rank's shard, by copy engines; whole units
+ * lie in memory that wraps (base/wrap.h). Replicated units are whole in the shared memory, and each rank copies the
+ * shards of the others after a step.
+ */
+#include "../placement.h"
+
+#include <stdlib.h>
+
+#include "../internal.h"
+#include "../on_device.h"
+
+/* --- the coordinator's -------------------------------------------------------------------------------------------- */
+
+static zpp_status open_shards(zpp_zero *zero, struct zpp_err *err) {
+    zero->on_device = calloc(1, sizeof *zero->on_device);
+    if (!zero->on_device) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the record of shards on the device");
+    const zpp_status status = zpp_wrapped_open(zero, err);
+    if (status != ZPP_OK || zero->ranks == 1) return status;
+    return zpp_counters_create(zero->options.comm, zero->options.device, &zero->on_device->counters, err);
+}
+
+static void fini(zpp_zero *zero) {
+    struct zpp_on_device *on = zero->on_device;
+    zpp_wrapped_fini(zero);
+    if (!on) return;
+    zpp_device_region_destroy(on->params);
+    zpp_device_region_destroy(on->grads);
+    if (on->alone) zpp_device_free(zero->options.device, on->alone, on->params_bytes);
+    zpp_counters_destroy(on->counters);
+    free(on);
+    zero->on_device = NULL;
+}
+
+static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    zpp_status status = ZPP_OK;
+    if (zpp_wire_quantises_params(zero))
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "zero: not supported yet: parameters in %d bits between GPUs; set "
+                        "quantise_params to 0",
+                        zero->wire.params.bits);
+    if (on->params_bytes && zero->ranks == 1)
+        status = zpp_device_alloc(zero->options.device, on->params_bytes, &on->alone, err);
+    else if (on->params_bytes)
+        status = zpp_device_region_create(zero->options.comm, zero->options.device, on->params_bytes, &on->params, err);
+    return status == ZPP_OK ? zpp_wrapped_seal(zero, warm_bytes, err) : status;
+}
+
+static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
+    out->param_bytes += zero->on_device->params_bytes;
+    zpp_wrapped_count_memory(zero, out);
+}
+
+/* Order the gather stream after the steps of all ranks so far. */
+static zpp_status await_stepped(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    if (on->gathers_after == on->steps || !on->counters) return ZPP_OK;
+    const zpp_status status = zpp_counters_await(on->counters, zero->gather, ZPP_COUNTER_STEPPED, on->steps, err);
+    if (status == ZPP_OK) on->gathers_after = on->steps;
+    return status;
+}
+
+/* --- the step ----------------------------------------------------------------------------------------------------- */
+
+static zpp_status end_reads(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    (void)wait;
+    if (!on->counters) return ZPP_OK;
+    return zpp_counters_signal(on->counters, zero->gather, ZPP_COUNTER_READ, on->steps + 1, err);
+}
+
+static zpp_status begin_writes(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    if (!on->counters) return ZPP_OK;
+    return zpp_counters_await(on->counters, zero->compute, ZPP_COUNTER_READ, on->steps + 1, err);
+}
+
+static zpp_status end_writes(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    on->steps++;
+    if (!on->counters) return ZPP_OK;
+    return zpp_counters_signal(on->counters, zero->compute, ZPP_COUNTER_STEPPED, on->steps, err);
+}
+
+/* --- life --------------------------------------------------------------------------------------------------------- */
+
+static zpp_status lay_out_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    (void)err;
+    unit->region_offset_bytes = zpp_unit_next_offset(&zero->on_device->params_bytes, zpp_unit_shard_bytes(unit));
+    return ZPP_OK;
+}
+
+static zpp_status lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    (void)err;
+    unit->region_offset_bytes = zpp_unit_next_offset(&zero->on_device->params_bytes, zpp_unit_bytes(unit));
+    return ZPP_OK;
+}
+
+static unsigned char *part_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
+    const struct zpp_on_device *on = zero->on_device;
+    unsigned char *base = on->params ? zpp_device_region_base(on->params, rank) : on->alone;
+    return base + unit->region_offset_bytes;
+}
+
+static void locate_shard(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->shard = part_of(zero, unit, zero->rank);
+    zpp_wrapped_locate(zero, unit);
+}
+
+static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->whole = part_of(zero, unit, zero->rank);
+    unit->shard = zpp_unit_shard_of_whole(unit, zero->rank);
+}
+
+/* --- gathers ------------------------------------------------------------------------------------------------------ */
+
+/* Copy shards to the whole unit, from shard 0 of each part on or from the same shard of a whole unit there. */
+static zpp_status copy_shards(zpp_zero *zero, const struct zpp_unit *unit, bool from_whole, struct zpp_err *err) {
+    const size_t bytes = zpp_unit_shard_bytes(unit);
+    zpp_status status = await_stepped(zero, err);
+    for (int rank = 0; rank < zero->ranks && status == ZPP_OK; rank++) {
+        const size_t offset = from_whole ? (size_t)rank * bytes : 0;
+        if (from_whole && rank == zero->rank) continue;
+        status = zpp_stream_copy(zero->gather, zpp_unit_shard_of_whole(unit, rank), part_of(zero, unit, rank) + offset,
+                                 bytes, err);
+    }
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;
+}
+
+/* The memory is free on the gather stream: `acquire` ordered it after its last uses. */
+static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    return copy_shards(zero, unit, false, err);
+}
+
+/* --- the shard ---------------------------------------------------------------------------------------------------- */
+
+/* Outside of steps the host waits, so that a barrier of the hosts orders its peers' gathers after this. */
+static zpp_status wait_for_compute(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
+    const zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
+    return status == ZPP_OK ? zpp_event_sync(unit->allocated, &patience, err) : status;
+}
+
+static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const zpp_status status = zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, zero->rank),
+                                              zpp_unit_shard_bytes(unit), err);
+    return status == ZPP_OK ? wait_for_compute(zero, unit, err) : status;
+}
+
+static void publish(zpp_zero *zero, struct zpp_unit *unit) {
+    struct zpp_err ignored = ZPP_ERR_INIT; /* the stream keeps it */
+    (void)wait_for_compute(zero, unit, &ignored);
+}
+
+/* The compute stream has read what it had, and uses the new values next. */
+static zpp_status collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, wait, err);
+    if (status == ZPP_OK) status = copy_shards(zero, unit, true, err);
+    return status == ZPP_OK ? zpp_stream_wait(zero->compute, unit->ready, wait, err) : status;
+}
+
+const struct zpp_placement zpp_placement_on_device = {
+    .name = "on_device",
+    .moves = true,
+    .open = open_shards,
+    .fini = fini,
+    .seal = seal,
+    .count_memory = count_memory,
+    .settle = end_reads,
+    .begin_writes = begin_writes,
+    .end_writes = end_writes,
+    .lay_out = lay_out_shard,
+    .locate = locate_shard,
+    .acquire = zpp_wrapped_acquire,
+    .release = zpp_wrapped_release,
+    .make_room = zpp_wrapped_make_room,
+    .gather = gather,
+    .keep_shard = keep_shard,
+    .publish = publish,
+};
+
+const struct zpp_placement zpp_placement_on_device_whole = {
+    .name = "on_device_whole",
+    .lay_out = lay_out_whole,
+    .locate = locate_whole,
+    .publish = publish,
+    .collect = collect,
+};
