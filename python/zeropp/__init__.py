@@ -152,10 +152,12 @@ def _load() -> None:
         default_group.install()
 
 
-def _register_strategies() -> None:
-    """Lightning has no entry point for strategies: where it is imported already, its names are made known now."""
+def _register_names() -> None:
+    """Make zeropp's names known to Lightning and transformers, where they are imported already: neither has entry points."""
     import sys
 
+    if "transformers.modeling_utils" in sys.modules:
+        importlib.import_module("zeropp.efficiency.attention").register()
     if any(
         name in sys.modules
         for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
@@ -164,4 +166,4 @@ def _register_strategies() -> None:
 
 
 _load()
-_register_strategies()
+_register_names()

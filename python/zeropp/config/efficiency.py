@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeropp.config.attention import check_attention
 from zeropp.config.values import MOST_NUMBER, finite, instance, not_yet, refuses_unknown, whole, wrong
 from zeropp.errors import ConfigError, shown
 
@@ -258,8 +259,10 @@ class Efficiency:
     """Layers that steps leave out."""
 
     attention: Any = None
-    """Blocks of scores that attention computes: one pattern of ``zeropp.nn`` for all layers, or a mapping of layers' numbers to
-    patterns."""
+    """Blocks of scores that the attention of a Hugging Face model computes: one pattern of ``zeropp.nn``, such as
+    ``zeropp.nn.Longformer(block=64)``, for all layers; or a mapping of layers' numbers to patterns, in which a layer that is left out
+    computes all scores. In JSON a pattern is a section ``sparse_attention`` of DeepSpeed's, such as {"mode": "fixed", "block": 64}.
+    Unlike the others, it holds in evaluation and in ``generate``, too."""
 
     seed: int = 1234
     """Every random choice follows from it."""
@@ -270,10 +273,11 @@ class Efficiency:
         for name, kind in (("curriculum", Curriculum), ("token_drop", TokenDrop), ("layer_drop", LayerDrop)):
             if getattr(self, name) is not None:
                 instance(f"Efficiency.{name}", getattr(self, name), kind)
+        if self.attention is not None:
+            object.__setattr__(self, "attention", check_attention(self.attention, "Efficiency.attention"))
         whole("Efficiency.seed", self.seed, 0, "all random choices follow from it")
         for name in (
             "token_drop",
-            "attention",
         ):  # each line goes when its technique is there
             if getattr(self, name) is not None:
                 raise not_yet(f"Efficiency.{name}", getattr(self, name), "leave it at None: it is not built yet")

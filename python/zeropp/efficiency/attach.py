@@ -10,7 +10,7 @@ from torch import nn
 
 from zeropp.config import Config, wrong
 from zeropp.config.efficiency import last_value
-from zeropp.efficiency import layer_drop
+from zeropp.efficiency import attention, layer_drop
 from zeropp.errors import ConfigError
 
 
@@ -40,6 +40,7 @@ def _refuse_curriculum(model: nn.Module, config: Config) -> None:
 TECHNIQUES: dict[str, tuple[Callable[[nn.Module, Config], None], Callable[[nn.Module, Any], None]]] = {
     "curriculum": (_refuse_curriculum, lambda model, engine: None),
     "seq_length": (_check_length, lambda model, engine: None),
+    "attention": (attention.check, attention.attach),
     "layer_drop": (layer_drop.check, layer_drop.attach),
 }
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from zeropp.accelerate import ZeroppAccelerator
+from zeropp.efficiency import attention
 from zeropp.hf import arguments, trainer
 from zeropp.hf.arguments import ArgumentsFor, TrainingArguments
 from zeropp.hf.report import MemoryTable
 from zeropp.hf.trainer import Trainer, TrainerFor
+
+attention.register()
 
 Seq2SeqTrainer: Any
 """transformers.Seq2SeqTrainer with ZeRO."""
