@@ -52,6 +52,8 @@ class FixedRoot:
 
     def __call__(self, step: int) -> float:
         """Return the value at a step, counted from 0."""
+        if self.start == self.end:
+            return self.end
         grown = ((step + self.first) / self.steps) ** (1.0 / self.root)
         value: float = math.floor(grown * (self.end - self.start) + self.start)
         value -= value % self.multiple

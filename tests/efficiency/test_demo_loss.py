@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's model and text: sequence-length warm-up reaches the plain run's loss with the same number of tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zeropp
+from zeropp import Config, Efficiency, Growth
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT, PRESETS, learning_rate
+from text import Text
+
+PRESET = PRESETS["small"]
+CONTEXT, BATCH, STEPS = PRESET.model.context, PRESET.batch, 400
+TOKENS = STEPS * BATCH * CONTEXT
+
+
+def validation_loss(efficiency: Efficiency | None, text: Text) -> float:
+    """Train on ``TOKENS`` tokens; the rate decays by tokens."""
+    torch.manual_seed(0)
+    model = GPT(PRESET.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PRESET.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    plain = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, STEPS, 1.0))
+    scheduler = zeropp.optim.by_tokens(plain, total=TOKENS, steps=STEPS, warmup=STEPS // 20)
+    model, optimizer = zeropp.prepare(model, optimizer, Config(stage=1, clip=1.0, efficiency=efficiency))
+    step, cpu = 0, torch.device("cpu")
+    while not scheduler.finished:
+        whole = text.batch(step, rank=0, ranks=1, batch=BATCH, context=CONTEXT, device=cpu)
+        inputs, targets = zeropp.data.cut(whole, model)
+        model(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(inputs.numel())
+        step += 1
+    model.eval()
+    with torch.no_grad():
+        batches = text.validation_batches(rank=0, ranks=1, batch=BATCH, context=CONTEXT, device=cpu)
+        losses = [model(*zeropp.data.cut(one, model)).item() for one in batches]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.slow
+def test_warm_up_reaches_the_plain_loss_with_the_same_tokens() -> None:
+    text = Text()
+    plain = validation_loss(None, text)
+    warm = validation_loss(Efficiency(seq_length=Growth(8, CONTEXT, steps=STEPS // 5, multiple=8)), text)
+    print(f"plain {plain:.4f}, warm-up {warm:.4f}, ratio {warm / plain:.4f}")
+    assert warm < 1.01 * plain
