@@ -92,7 +92,7 @@ def _place(rank: int | None, ranks: int | None) -> tuple[int, int]:
 
 
 def resume(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, scheduler: Any = None
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, scheduler: Any = None, loader: Any = None
 ) -> dict[str, Any] | None:
     """:func:`zeropp.load` of the newest good checkpoint in ``path``; None where none was finished yet. Collective.
 
@@ -102,4 +102,4 @@ def resume(
     engine = engine_of(model)
     if not Ranks(engine).only_rank_0(lambda: bool(steps_in(Path(path)))):
         return None
-    return load(path, model, optimizer, scheduler=scheduler)
+    return load(path, model, optimizer, scheduler=scheduler, loader=loader)

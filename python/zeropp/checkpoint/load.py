@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp.checkpoint import random_state
+from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import finish
 from zeropp.checkpoint.full_state import write_piece
 from zeropp.checkpoint.manifest import SCALES, candidates, none_good, read_manifest
@@ -38,6 +38,7 @@ def load(
     optimizer: Any = None,
     *,
     scheduler: Any = None,
+    loader: Any = None,
     strict: bool = True,
 ) -> dict[str, Any]:
     """Restore the newest good checkpoint; collective. Any number of ranks, any stage and precision.
@@ -49,6 +50,8 @@ def load(
     Args:
         path: the folder given to :func:`save`, or one checkpoint in it.
         model, optimizer, scheduler: as for :func:`save`; None leaves that part alone.
+        loader: as for :func:`save`; goes on where this rank's stood. Another number of ranks is an error, but for zeropp.data's samplers,
+            whose place is the step.
         strict: parameters and buffers that only the model or only the checkpoint has are an error, but for those that the save left
             out (``only``). False: they are passed over, and the model keeps its own values.
 
@@ -69,6 +72,8 @@ def load(
     for bad, what in damaged.items():
         warnings.warn(f"zeropp.load: {bad} is damaged and was passed over for {folder}: {what}", stacklevel=2)
     ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder, strict))
+    if loader is not None:
+        ranks.all_do(lambda: loaders.check_fit(loader, content, engine.ranks, folder))
     content["parameters"] = {**_without_values(engine), **content["parameters"]}
     with _Parts(folder, content) as parts:
 
@@ -100,6 +105,9 @@ def load(
             _restore_private(engine, content, parts)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
+        if loader is not None:
+            saved_by, state = loaders.own(content, engine.rank)
+            loader.load_state_dict(parts.plain(saved_by, state))
         same_ranks = content["ranks"] == engine.ranks
         if same_ranks:
             random_state.restore(parts.plain(engine.rank, content["random"][engine.rank]))

@@ -24,7 +24,7 @@ from torch import nn
 
 from zeropp import _C
 from zeropp.checkpoint import background as behind
-from zeropp.checkpoint import random_state
+from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import Saving
 from zeropp.checkpoint.folder_groups import Group, rank_in_job
 from zeropp.checkpoint.manifest import (
@@ -56,19 +56,19 @@ from zeropp.zero.step.custom import kind_of
 @overload
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
-    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
+    scheduler: Any = None, loader: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
     only: Callable[[str], bool] | None = None, background: Literal[False] = False,
 ) -> Path: ...  # fmt: skip
 @overload
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
-    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
+    scheduler: Any = None, loader: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
     only: Callable[[str], bool] | None = None, background: Literal[True],
 ) -> Saving: ...  # fmt: skip
 @overload
 def save(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, step: int | None = None,
-    scheduler: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
+    scheduler: Any = None, loader: Any = None, extra: Any = None, keep: int | None = None, spare: bool = False,
     only: Callable[[str], bool] | None = None, background: bool,
 ) -> Path | Saving: ...  # fmt: skip
 def save(
@@ -78,6 +78,7 @@ def save(
     *,
     step: int | None = None,
     scheduler: Any = None,
+    loader: Any = None,
     extra: Any = None,
     keep: int | None = None,
     spare: bool = False,
@@ -96,6 +97,8 @@ def save(
         optimizer: the one given to ``prepare``; None saves weights and buffers only.
         step: number of the checkpoint; None: one more than the highest there.
         scheduler: a learning-rate scheduler (anything with ``state_dict``).
+        loader: where this rank stands in its data: torchdata's StatefulDataLoader, a :class:`zeropp.data.CurriculumSampler`, or anything
+            with ``state_dict`` and ``load_state_dict``. Each rank saves its own.
         extra: user data of rank 0: numbers, strings, lists, dicts, tensors.
         keep: remove all but this many of the newest checkpoints afterwards; None keeps all.
         spare: of what goes (by ``keep``, or replaced by the same step) keep one checkpoint's files as ``path/.spare``, and
@@ -120,6 +123,7 @@ def save(
     the background one copy of these shards, whose memory the next background save of the model uses again.
     """
     _check_arguments(step, keep, background, spare)
+    loaders.check(loader)
     engine = engine_of(model)
     check_optimizer(engine, optimizer)
     ranks = Ranks(engine)
@@ -136,7 +140,7 @@ def save(
     def take() -> dict[str, Any]:
         """Write this rank's part, or copy it to memory."""
         engine.strategy.check_saved(engine)
-        pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra, left_out)
+        pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra, loader, left_out)
         old = plan.spare / part_name(engine.rank)
         if background:
             own.append(behind.RankFile(engine, plan.partial, plan.parts, pieces, part.pop("about"), old))
@@ -291,7 +295,7 @@ class _Plan:
 
 
 def _describe_rank(
-    engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, left_out: set[str]
+    engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, loader: Any, left_out: set[str]
 ) -> tuple[list[Piece], dict[str, Any]]:
     """Return the tensors of this rank's file, and what the manifest has to say of them."""
     loose: dict[str, torch.Tensor] = {}
@@ -303,6 +307,8 @@ def _describe_rank(
     private = None if optimizer is None else engine.strategy.private()
     if private is not None:
         part["private"] = to_plain(private, "private", loose)
+    if loader is not None:
+        part["loader"] = loaders.describe(loader, loose)
     if engine.rank == 0:
         pieces += _common_pieces(model, scheduler, extra, part, loose)
     pieces += [piece_of(name, tensor) for name, tensor in loose.items()]
@@ -379,6 +385,7 @@ def _describe(
         "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
         "scaler": None if optimizer is None else engine.scaler.state(),
         **({"private": [part["private"] for part in parts]} if "private" in parts[0] else {}),
+        **({"loader": [part.get("loader") for part in parts]} if any("loader" in part for part in parts) else {}),
         "scheduler": parts[0].get("scheduler"),
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],

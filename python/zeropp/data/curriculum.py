@@ -108,6 +108,9 @@ class CurriculumSampler(Sampler[list[int]]):
     Cost: the order is made once, about 0.1 us a draw, and 24 bytes of memory a sample then. A batch afterwards: microseconds.
     """
 
+    state_is_global = True
+    """A checkpoint of any number of ranks restores it."""
+
     def __init__(
         self,
         index: str | os.PathLike[str] | Index,

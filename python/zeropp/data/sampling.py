@@ -90,6 +90,8 @@ def sampler_of(
 class LaterSampler(Sampler[list[int]]):
     """The sampler of a curriculum, made when it is first used: until then a script may give functions for custom schedules."""
 
+    state_is_global = True
+
     def __init__(self, curriculum: Curriculum, dataset: Any, *, batch: int, micro_batch: int, seed: int) -> None:
         self._arguments = (curriculum, dataset)
         self._options: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch, "seed": seed}
