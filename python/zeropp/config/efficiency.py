@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeropp.config.attention import check_attention
-from zeropp.config.values import MOST_NUMBER, finite, instance, not_yet, refuses_unknown, whole, wrong
+from zeropp.config.values import MOST_NUMBER, finite, instance, refuses_unknown, whole, wrong
 from zeropp.errors import ConfigError, shown
 
 
@@ -276,8 +276,3 @@ class Efficiency:
         if self.attention is not None:
             object.__setattr__(self, "attention", check_attention(self.attention, "Efficiency.attention"))
         whole("Efficiency.seed", self.seed, 0, "all random choices follow from it")
-        for name in (
-            "token_drop",
-        ):  # each line goes when its technique is there
-            if getattr(self, name) is not None:
-                raise not_yet(f"Efficiency.{name}", getattr(self, name), "leave it at None: it is not built yet")

@@ -10,7 +10,7 @@ from torch import nn
 
 from zeropp.config import Config, wrong
 from zeropp.config.efficiency import last_value
-from zeropp.efficiency import attention, layer_drop
+from zeropp.efficiency import attention, layer_drop, token_drop
 from zeropp.errors import ConfigError
 
 
@@ -41,6 +41,8 @@ TECHNIQUES: dict[str, tuple[Callable[[nn.Module, Config], None], Callable[[nn.Mo
     "curriculum": (_refuse_curriculum, lambda model, engine: None),
     "seq_length": (_check_length, lambda model, engine: None),
     "attention": (attention.check, attention.attach),
+    # Its hook on outputs comes after that of layer_drop, which is attached later and goes first.
+    "token_drop": (token_drop.check, token_drop.attach),
     "layer_drop": (layer_drop.check, layer_drop.attach),
 }
 
