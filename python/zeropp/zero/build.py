@@ -321,6 +321,4 @@ def _give_master(engine: Engine, unit: Unit, full: torch.Tensor | None, updated:
     elif engine.comm is not None and full is not None:
         broadcast(engine.comm, full)
     values = unit.whole if full is None else full
-    unit.states_in.keep_master(
-        unit, values[unit.begin_elems : unit.begin_elems + unit.shard.numel()].to(unit.shard.device)
-    )
+    unit.states_in.keep_master(unit, values[unit.begin_elems : unit.begin_elems + unit.shard.numel()].to(unit.device))

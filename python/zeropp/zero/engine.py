@@ -376,7 +376,7 @@ class Engine(ModelState):
         else a temporary in ``state_dtype``."""
         if self.states_in_place(unit):
             return unit.states_in.make(unit, kind)
-        return torch.zeros(unit.shard.numel(), dtype=unit.state_dtype, device=unit.shard.device)
+        return torch.zeros(unit.shard.numel(), dtype=unit.state_dtype, device=unit.device)
 
     def load_optimizer_state(self, unit: Unit, state: dict[str, torch.Tensor]) -> None:
         """Copy into the unit's optimizer state, creating it where no step was taken yet."""

@@ -300,6 +300,11 @@ class Unit:
         return self.states_in.own(self)
 
     @property
+    def device(self) -> torch.device:
+        """Return where the values of this rank's shard are, and its optimizer states where no file has them."""
+        return CPU if self.shard.is_meta else self.shard.device
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """Return the type of the optimizer's states, where they are not in fewer bits (`state_name`)."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

@@ -34,10 +34,10 @@ def make(unit: Unit, name: str) -> None:
     """Make a moment of zeros, unless the unit has it."""
     if name not in unit.state:
         dtype = unit.state_dtype if unit.state_name == "fp32" else DTYPES[unit.state_name]
-        unit.state[name] = torch.zeros(unit.shard.numel(), dtype=dtype, device=unit.shard.device)
+        unit.state[name] = torch.zeros(unit.shard.numel(), dtype=dtype, device=unit.device)
     if unit.state_name == "int8" and name not in unit.scales:
         count = sum(scales.stop - scales.start for _, _, _, scales in spans(unit))
-        unit.scales[name] = torch.zeros(count, device=unit.shard.device)
+        unit.scales[name] = torch.zeros(count, device=unit.device)
 
 
 class MemoryStates(StateStore):
@@ -78,10 +78,10 @@ def read(unit: Unit, name: str, index: int) -> torch.Tensor:
     """Return one parameter's part of an 8-bit moment, in fp32; empty where this rank has none."""
     for number, part, begin, scales in spans(unit):
         if number == index:
-            values = torch.empty(part.stop - part.start, device=unit.shard.device)
+            values = torch.empty(part.stop - part.start, device=unit.device)
             moments_decode_(unit.state[name][part], unit.scales[name][scales], values, moment=name, first=begin)
             return values
-    return torch.empty(0, device=unit.shard.device)
+    return torch.empty(0, device=unit.device)
 
 
 def write(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ def put(unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
 def load_all(unit: Unit, name: str, into: torch.Tensor) -> None:
     """Decode the whole moment to fp32, into memory of the shard's length."""
     for _, part, begin, scales in spans(unit):
-        of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0, device=unit.shard.device)
+        of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0, device=unit.device)
         moments_decode_(unit.state[name][part], of_codes, into[part], moment=name, first=begin)
 
 
@@ -114,7 +114,7 @@ def store_all(unit: Unit, name: str, values: torch.Tensor, present: list[bool]) 
     assert unit.steps is not None
     for index, part, begin, scales in spans(unit):
         if present[index]:
-            of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0, device=unit.shard.device)
+            of_codes = unit.scales[name][scales] if unit.scales else torch.empty(0, device=unit.device)
             moments_encode_(
                 values[part], unit.state[name][part], of_codes, moment=name, first=begin,
                 stream=unit.first_param + index, step=int(unit.steps[index]),

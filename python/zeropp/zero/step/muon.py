@@ -80,7 +80,7 @@ class Muon(CollectiveStep):
                 )  # fmt: skip
 
     def _muon(self, slot: Slot, gradient: Tensor) -> None:
-        mine = torch.zeros(slot.unit.shard.numel(), dtype=torch.bfloat16, device=slot.unit.shard.device)
+        mine = torch.zeros(slot.unit.shard.numel(), dtype=torch.bfloat16, device=slot.unit.device)
         own = [piece for piece in slot.pieces if slot.present[piece.param] and self.orthogonal(slot, piece.param)]
         for piece in own:
             group = self.group(slot, piece.param)

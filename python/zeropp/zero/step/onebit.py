@@ -80,7 +80,7 @@ class Slot:
     def state(self, name: str) -> Tensor:
         """Return a state of ``shard`` length, made on first use."""
         if name not in self.unit.state:
-            self.unit.state[name] = torch.zeros(self.unit.shard.numel(), device=self.unit.shard.device)
+            self.unit.state[name] = torch.zeros(self.unit.shard.numel(), device=self.unit.device)
         return self.unit.state[name]
 
     def own(self, values: Tensor, piece: Piece) -> Tensor:
@@ -283,7 +283,7 @@ class CollectiveStep(StepStrategy):
         """Return fp32 memory of the unit's length, which is used again for every unit."""
         if name not in self._scratch or self._scratch[name].numel() < unit.elems:
             longest = max(slot.unit.elems for slot in self.slots)
-            self._scratch[name] = torch.empty(longest, device=unit.shard.device)
+            self._scratch[name] = torch.empty(longest, device=unit.device)
         return self._scratch[name][: unit.elems]
 
     def betas(self) -> tuple[float, float]:

@@ -266,7 +266,7 @@ class ZeroOneAdam(Adam):
     def _begin_locally(slot: Slot) -> None:
         if "moved" not in slot.extra:
             slot.extra |= {
-                "moved": torch.zeros(slot.unit.elems, device=slot.unit.shard.device),
+                "moved": torch.zeros(slot.unit.elems, device=slot.unit.device),
                 "anchor": slot.unit.own.clone(),
             }
             # The sum of the rates of each parameter's steps.

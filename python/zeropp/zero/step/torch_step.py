@@ -84,7 +84,7 @@ class TorchStep(StepStrategy):
             for name, value in self.inner.state.get(unit.grad_pool[index], {}).items():
                 if isinstance(value, torch.Tensor) and name != "step" and value.numel() == elems:
                     whole = found.setdefault(
-                        name, torch.zeros(unit.shard.numel(), dtype=value.dtype, device=unit.shard.device)
+                        name, torch.zeros(unit.shard.numel(), dtype=value.dtype, device=unit.device)
                     )
                     whole[first : first + elems] = value.reshape(-1)
         return found

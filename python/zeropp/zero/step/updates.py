@@ -162,7 +162,7 @@ def _make(optimizer: optim.Optimizer, unit: Unit, name: str) -> None:
             continue
         initial = float(optimizer.param_groups[unit.groups[index]].get("initial_accumulator_value", 0.0))
         if initial:
-            moments.put(unit, name, index, torch.full((part.stop - part.start,), initial, device=unit.shard.device))
+            moments.put(unit, name, index, torch.full((part.stop - part.start,), initial, device=unit.device))
 
 
 def _rates(kind: type, group: dict[str, Any]) -> dict[str, Any]:
