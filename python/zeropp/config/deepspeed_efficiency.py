@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the sections of DeepSpeed's JSON about data efficiency and compressed training into ``Config.efficiency``.
 
-``data_efficiency`` is as in DeepSpeed 0.19.8. ``curriculum_learning`` (sequence lengths) and ``progressive_layer_drop`` are those of
-0.18.9, which 0.19 removed. Schedules have the values of DeepSpeed's own classes, at every step.
+``data_efficiency`` is as in DeepSpeed 0.19.8. ``curriculum_learning`` (sequence lengths), ``progressive_layer_drop`` and
+``sparse_attention`` are those of 0.18.9, which 0.19 removed. Schedules have the values of DeepSpeed's own classes, at every step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeropp.config.attention import read_section
 from zeropp.config.deepspeed_json import Field, accept_only, flag_of, refuse_unknown, section_of, warn
 from zeropp.config.efficiency import Curriculum, Efficiency, LayerDrop, Metric, Schedule, Steps, TokenDrop
 from zeropp.config.values import finite, not_yet, one_of, whole, wrong
@@ -84,6 +85,9 @@ def efficiency_from_deepspeed(keys: Mapping[str, Any]) -> dict[str, Field]:
     section = _switched(keys, "data_efficiency", "")
     if section is not None:
         _data_efficiency(section, fields, paths)
+    if keys.get("sparse_attention") is not None:
+        fields["attention"] = read_section(keys["sparse_attention"], "sparse_attention")
+        paths["attention"] = "sparse_attention"
     if not paths:
         return {}
     try:

@@ -82,6 +82,7 @@ _TOP_MAPPED = (
     "curriculum_learning",
     "data_efficiency",
     "progressive_layer_drop",
+    "sparse_attention",
 )
 DEEPSPEED_KEYS = (*_TOP_MAPPED, *_TOP_ALWAYS, *_TOP_SWITCHES, *REFUSED)
 

@@ -32,7 +32,6 @@ REFUSED: dict[str, str] = {
     "nebula": "zeropp.save(..., background=True) writes beside the next steps",
     "pipeline": "zeropp has no pipelines; stage 3 shards a model that does not fit into one rank",
     "quantize_training": "zeropp has no quantized training",
-    "sparse_attention": "zeropp.nn has block-sparse attention as a module, to be put into the model",
     "tensor_parallel": "zeropp has no tensor parallelism; stage 3 shards a model that does not fit into one rank",
     "tensorboard": "nothing is logged by itself; log zeropp.memory() and zeropp.traffic() from the loop, or Trainer's --report_to",
     "wandb": "nothing is logged by itself; log zeropp.memory() and zeropp.traffic() from the loop, or Trainer's --report_to",

@@ -76,6 +76,8 @@ def attach(model: nn.Module, engine: Any) -> None:
 
 def check_model(model: nn.Module, patterns: Any, path: str) -> None:
     """Raise zeropp.ConfigError where ``patterns``, as check_attention gives them, cannot be put into ``model``."""
+    if _has_its_own(model):
+        return
     layers = _layers(model)
     named = type(model).__name__
     if not layers or not _models(model):
@@ -93,6 +95,11 @@ def check_model(model: nn.Module, patterns: Any, path: str) -> None:
         pattern = _pattern_of(patterns, layer, 0)
         if pattern is not None and pattern.causal and not all(module.is_causal for module in modules):
             raise wrong(f"{path}[{layer}]", pattern, f"causal=False: the attention of {named} is not causal")
+
+
+def _has_its_own(model: nn.Module) -> bool:
+    """True for a model that was built with DeepSpeed's SparseSelfAttention: it has its patterns already."""
+    return any(hasattr(module, "sparsity_config") for module in model.modules())
 
 
 def _check_config(model: Any, path: str) -> None:
@@ -144,6 +151,8 @@ def _pattern_of(patterns: Any, layer: int, seed: int) -> Pattern | None:
 
 
 def _install(model: nn.Module, patterns: Any, seed: int) -> None:
+    if _has_its_own(model):
+        return
     register()
     for layer, modules in _layers(model).items():
         pattern = _pattern_of(patterns, layer, seed) or Dense()

@@ -62,6 +62,11 @@ def _estimates(stage: int) -> str:
     return " ".join(f"estimate_zero{stage}_model_states_mem_{one}" for one in _ESTIMATES.split())
 
 
+_SPARSITY = (
+    "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+    "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention"
+)
+
 #: Module: the file here that has the names, and the names; ``theirs=ours`` where they differ.
 WORKS: dict[str, dict[str, str]] = {
     "deepspeed": {
@@ -96,6 +101,11 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.ops.lion": {"optimizers": "DeepSpeedCPULion FusedLion"},
     "deepspeed.ops.op_builder": {"later": _BUILDERS},
     "deepspeed.ops.op_builder.all_ops": {"later": "ALL_OPS"},
+    "deepspeed.ops.sparse_attention": {"zeropp.deepspeed.sparse_attention": _SPARSITY},
+    "deepspeed.ops.sparse_attention.sparse_self_attention": {"zeropp.deepspeed.sparse_attention": "SparseSelfAttention"},
+    "deepspeed.ops.sparse_attention.sparsity_config": {
+        "zeropp.deepspeed.sparse_attention": _SPARSITY.removesuffix(" SparseSelfAttention")
+    },
     "deepspeed.runtime.base_optimizer": {"modules": "DeepSpeedOptimizer"},
     "deepspeed.runtime.config": {"helpers": "DtypeEnum DeepSpeedConfigError get_gradient_clipping"},
     "deepspeed.runtime.dataloader": {"helpers": "RepeatingLoader"},
@@ -163,7 +173,9 @@ _INFERENCE = "call the model itself; zeropp.prepare(model, None, config) evaluat
 _SAMPLING = "give deepspeed.initialize a loader, or training_data, of your own"
 _COMPRESSION = "train without compression"
 _OPTIMIZER = "ask the optimizer that deepspeed.initialize returns"
-_SPARSE = "use torch.nn.functional.scaled_dot_product_attention"
+_SPARSE = (
+    "use deepspeed.ops.sparse_attention.SparseSelfAttention, or zeropp.nn.sparsify_attention for a Hugging Face model"
+)
 _ULYSSES = "use one rank a sequence"
 _TENSOR = 'remove "tensor_parallel" from the configuration'
 _COMPILE = "use torch.compile, or engine.compile()"
@@ -204,8 +216,7 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
     (_ULYSSES, {"deepspeed.sequence.layer": "DistributedAttention", "deepspeed.sequence.fpdt_layer": "FPDT_Attention",
                 "deepspeed.runtime.sequence_parallel.ulysses_sp": "TiledMLP SequenceTiledCompute TiledFusedLogitsLoss "
                 "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter", "deepspeed.utils.groups": "_get_sequence_parallel_group"}),
-    (_SPARSE, {"deepspeed.ops.sparse_attention": "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig "
-               "DenseSparsityConfig FixedSparsityConfig SparseAttentionUtils SparseSelfAttention VariableSparsityConfig"}),
+    (_SPARSE, {"deepspeed.ops.sparse_attention": "BertSparseSelfAttention SparseAttentionUtils"}),
     (_COMPILE, {
         "deepspeed.compile.passes.offload_adam_states": "move_opt_states move_opt_states_sync offload_adam_states_for_init",
         "deepspeed.compile.passes.prefetch": "schedule_prefetch", "deepspeed.compile.passes.selective_gather": "selective_gather",
