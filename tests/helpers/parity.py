@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zeropp
+from data_parallel import data_parallel
 from tiny import MODES
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from zeropp.zero.prepare import is_prepared
 
 LR, STEPS, U = 1e-2, 5, 2.0**-24
@@ -182,7 +182,7 @@ def run(case: Case) -> dict[str, Any]:
     if case.setup in COMPILING:  # a copy is a plain module
         for model in copies.values():
             case.setup(model)
-    ddp = reference if case.ddp is None else DistributedDataParallel(reference, **case.ddp)
+    ddp = reference if case.ddp is None else data_parallel(reference, **case.ddp)
     optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=LR)
     ours = {}
     for mode, keywords in case.modes.items():
