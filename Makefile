@@ -10,6 +10,7 @@
 #   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
 #   make wheel    a cp310-abi3 wheel in dist/, with CUDA kernels for sm_75 to sm_120
 #   make wheels   the wheels of a release: manylinux_2_28 for x86-64 and aarch64, with a compiler from PyPI
+#   make docs     the documentation site in site/
 #   make clean    what builds made (not .venv, not out/)
 #
 # PYTHON= picks the interpreter, TORCH_INDEX= another index of torch wheels (see scripts/venv.sh).
@@ -21,7 +22,7 @@ export PYTHON TORCH_INDEX CC
 
 INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
 
-.PHONY: demo test test-quick test-aarch64 lint sanitize fuzz bench wheel wheels clean build-demo build-test build-lint build-bench
+.PHONY: demo test test-quick test-aarch64 lint sanitize fuzz bench wheel wheels docs clean build-demo build-test build-lint build-bench build-docs
 .DELETE_ON_ERROR:
 
 # One stamp an extra: the environment is made once, and again when what it is made from changes.
@@ -30,7 +31,7 @@ $(VENV)/.installed-%: $(INSTALL_INPUTS)
 	@touch $@
 
 # The C module is brought up to date at every call; that costs less than a second when nothing changed.
-build-demo build-test build-lint build-bench: build-%: $(VENV)/.installed-%
+build-demo build-test build-lint build-bench build-docs: build-%: $(VENV)/.installed-%
 	@$(PY) setup.py -q build_ext --inplace
 
 demo: build-demo
@@ -72,6 +73,9 @@ wheel: $(VENV)/.installed-test $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
 wheels: $(VENV)/.installed-wheels $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
 	$(PY) scripts/wheels.py
 
+docs: build-docs
+	NO_MKDOCS_2_WARNING=1 $(PY) scripts/site/build.py
+
 clean:
-	rm -rf build dist python/*.egg-info python/zeropp/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site python/*.egg-info python/zeropp/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
