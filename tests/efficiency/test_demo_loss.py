@@ -16,7 +16,7 @@ from gpt import GPT, PRESETS, learning_rate
 from text import Text
 
 PRESET = PRESETS["small"]
-CONTEXT, BATCH, STEPS = PRESET.model.context, PRESET.batch, 400
+CONTEXT, BATCH, STEPS = PRESET.model.context, PRESET.batch, 300
 TOKENS = STEPS * BATCH * CONTEXT
 
 
@@ -45,6 +45,7 @@ def validation_loss(efficiency: Efficiency | None, text: Text) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_warm_up_reaches_the_plain_loss_with_the_same_tokens() -> None:
     text = Text()
     plain = validation_loss(None, text)

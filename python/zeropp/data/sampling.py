@@ -122,6 +122,11 @@ class LaterSampler(Sampler[list[int]]):
             )
         self._schedules.update(functions)
 
+    def difficulties(self, step: int) -> dict[str, float]:
+        """Return the value of each metric's schedule at a step, counted from 0."""
+        given = {name: FromOne(function) for name, function in self._schedules.items()}
+        return {name: given.get(name, metric.schedule)(step) for name, metric in self._arguments[0].metrics.items()}
+
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.sampler)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,14 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.config import Config, Efficiency
+from zeropp.config import Config
+from zeropp.config.deepspeed_efficiency import ROUTING
 from zeropp.config.reading import read_json
-from zeropp.data.cutting import cut_to, length_of
-from zeropp.data.sampling import LaterSampler
 from zeropp.deepspeed import schedules
+from zeropp.deepspeed.efficiency import DataEfficiency, for_model, make_rates, take_rates
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build
-from zeropp.deepspeed.saving import Saving
 from zeropp.errors import ConfigError, Error, what_it_is
 from zeropp.zero.access import no_sync
 from zeropp.zero.engine import engine_of
@@ -82,18 +80,25 @@ def initialize(
     keys = _keys_of(given)
     whole = dict(keys)
     optimizer_section, scheduler_section = keys.pop("optimizer", None), keys.pop("scheduler", None)
+    rates = take_rates(keys)
     sums, refuses_unused, every = _sums(keys), _refuses_unused(keys), _steps_per_print(keys)
     settings = given if isinstance(given, Config) else Config.from_json(keys)
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     if client is None:
         optimizer = _make_optimizer(optimizer, model, model_parameters, optimizer_section)
     # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
-    alone = dataclasses.replace(settings, accumulate=1, efficiency=_without_curriculum(settings.efficiency))
+    alone = dataclasses.replace(for_model(model, settings), accumulate=1)
     evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
     if not evaluates:
         optimizer = _prepare(model, optimizer, alone)
-    scheduler = _make_scheduler(lr_scheduler, optimizer, scheduler_section)
     micro = _micro_batch(keys, settings.accumulate)
+    if rates is not None:
+        if lr_scheduler is not None or scheduler_section is not None:
+            raise ConfigError(
+                f"{ROUTING}.layer_token_lr_schedule: there is another schedule of rates, too; give one of the two"
+            )
+        lr_scheduler = functools.partial(make_rates, rates, batch=micro and micro * settings.accumulate * _ranks())
+    scheduler = _make_scheduler(lr_scheduler, optimizer, scheduler_section)
     engine = (engine_class or Engine)(model, optimizer, scheduler, settings, micro, whole)
     if evaluates:
         engine._evaluate_with(alone)
@@ -125,11 +130,6 @@ def _make_optimizer(make: Any, model: nn.Module, parameters: Any, section: Any) 
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return make(parameters) if callable(make) else build(section, parameters)
-
-
-def _without_curriculum(asked: Efficiency | None) -> Efficiency | None:
-    """Return what prepare attaches to the model: all but what the loader does."""
-    return None if asked is None else dataclasses.replace(asked, curriculum=None)
 
 
 def _prepare(model: nn.Module, optimizer: Any, settings: Config) -> Any:
@@ -212,7 +212,7 @@ class UnusedParameterError(Error, AssertionError):
     """A trained parameter had no part in a step. DeepSpeed's tests and scripts wait for an AssertionError."""
 
 
-class Engine(Saving):
+class Engine(DataEfficiency):
     """The engine that ``deepspeed.initialize`` returns: the model, its optimizer and its schedule, stepped together.
 
     Attributes that it has not are the model's. ``module`` is the model itself, the object that was given.
@@ -280,17 +280,9 @@ class Engine(Saving):
         if self.training and torch.is_grad_enabled():
             if self._later is not None:
                 self._prepare_now()
-            args, kwargs = self._cut(args, kwargs)
+            args, kwargs = self._arguments(args, kwargs)
             self.tput_timer.start()
         return self.module(*args, **kwargs)
-
-    def _cut(self, args: Any, kwargs: Any) -> Any:
-        """Return a forward's arguments cut to the step's length; or with the length as ``curriculum_seqlen`` for a model that takes that
-        keyword, as models written for DeepSpeed do."""
-        length = length_of(self.module)
-        if length is None or "curriculum_seqlen" not in inspect.signature(self.module.forward).parameters:
-            return cut_to((args, kwargs), length)
-        return args, {**kwargs, "curriculum_seqlen": length}
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """``loss`` is that of one micro-batch; the mean over the accumulated ones is taken here, unless ``scale_wrt_gas`` is false:
@@ -496,12 +488,13 @@ class Engine(Saving):
                 "training_data needs train_micro_batch_size_per_gpu, or train_batch_size, in the configuration"
             )
         shuffle = route == "train" and not streams
-        curriculum = self._curriculum(dataset, size) if shuffle and data_sampler is None else None
-        if curriculum is not None:
-            return torch.utils.data.DataLoader(
-                dataset, batch_sampler=curriculum, collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
+        if shuffle and data_sampler is None:
+            loader = self._curriculum_loader(
+                dataset, size, num_local_io_workers, collate_fn=collate_fn or self.collate_fn,
                 pin_memory=pin_memory and torch.accelerator.is_available(),
             )  # fmt: skip
+            if loader is not None:
+                return loader
         if data_sampler is None and not streams:
             data_sampler = self._sampler(dataset, shuffle)
         drop = self.config.get("dataloader_drop_last", False) is True
@@ -510,28 +503,6 @@ class Engine(Saving):
             collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )  # fmt: skip
-
-    def _curriculum(self, dataset: Any, micro_batch: int) -> LaterSampler | None:
-        """Return the sampler that "data_efficiency" describes, or None."""
-        asked = self.zeropp_config.efficiency
-        if asked is None or asked.curriculum is None:
-            return None
-        whole = micro_batch * self.world_size * self.gradient_accumulation_steps()
-        return LaterSampler(asked.curriculum, dataset, batch=whole, micro_batch=micro_batch, seed=asked.seed)
-
-    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], float]]) -> None:
-        """Give the functions of curriculum metrics whose schedule_type is "custom"; they get the step, counted from 1.
-
-        Raises:
-            zeropp.ConfigError: there is no curriculum, the metric's schedule is another, or batches were drawn already.
-        """
-        sampler = getattr(self.training_dataloader, "batch_sampler", None)
-        if not isinstance(sampler, LaterSampler):
-            raise ConfigError(
-                "set_custom_curriculum_learning_schedule: the engine's loader has no curriculum; give initialize training_data, and "
-                "data_efficiency.data_sampling.curriculum_learning in the configuration"
-            )
-        sampler.set_schedules(schedule_func_dict)
 
     def _sampler(self, dataset: Any, shuffle: bool) -> Any:
         """Return what gives this rank its part of a dataset; None for one rank, which takes all of it."""

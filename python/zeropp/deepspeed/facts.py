@@ -25,6 +25,7 @@ from zeropp.zero.step.optimizer import ZeroOptimizer
 
 logger = logging.getLogger("DeepSpeed")
 
+_LEARNING = "data_efficiency.data_sampling.curriculum_learning"
 #: Methods that answer with a key of the file: its path, and DeepSpeed's default.
 KEYS: dict[str, tuple[str, Any]] = {
     "activation_checkpointing_config": ("activation_checkpointing", {}),
@@ -37,6 +38,17 @@ KEYS: dict[str, tuple[str, Any]] = {
     "load_universal_checkpoint": ("checkpoint.load_universal", False),
     "log_level": ("log_level", None),
     "loss_scale": ("fp16.loss_scale", 0.0),
+    "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
+    "curriculum_learning_config": (_LEARNING, {"enabled": False}),
+    "curriculum_learning_enabled": (f"{_LEARNING}.enabled", False),
+    "curriculum_params_legacy": ("curriculum_learning", {}),
+    "data_efficiency_config": ("data_efficiency", {"enabled": False}),
+    "data_efficiency_enabled": ("data_efficiency.enabled", False),
+    "data_sampling_config": ("data_efficiency.data_sampling", {"enabled": False}),
+    "data_sampling_enabled": ("data_efficiency.data_sampling.enabled", False),
+    "pld_params": ("progressive_layer_drop", {}),
+    "random_ltd_config": ("data_efficiency.data_routing.random_ltd", {"enabled": False}),
+    "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
     "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
     "memory_breakdown": ("memory_breakdown", False),
     "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
@@ -89,23 +101,21 @@ ALWAYS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "amp_enabled", "autotuning_enabled", "autotuning_profile_model_info", "checkpoint_writer_enabled",
-            "compile_autosp", "compile_autotp", "curriculum_enabled_legacy", "curriculum_learning_enabled",
-            "data_efficiency_enabled", "data_sampling_enabled", "eigenvalue_enabled", "elasticity_enabled",
+            "compile_autosp", "compile_autotp",
+            "eigenvalue_enabled", "elasticity_enabled",
             "flops_profiler_enabled", "fp16_master_weights_and_gradients", "graph_harvesting",
             "is_deepcompile_active", "is_deepcompile_enabled", "is_elastic_model_parallel_supported",
-            "pld_enabled", "random_ltd_enabled", "super_offload",
+            "super_offload",
             "uses_parallelization_pass_only",
         ),
         False,
     ),
     "amp_params": {}, "autotp_size": 0, "cpuadam_cores_perc": 0.9,
-    "curriculum_learning_config": {"enabled": False}, "data_efficiency_config": {"enabled": False},
-    "data_sampling_config": {"enabled": False}, "random_ltd_config": {"enabled": False},
     "flops_profiler_detailed": True, "flops_profiler_module_depth": -1, "flops_profiler_output_file": None,
     "flops_profiler_profile_step": 1, "flops_profiler_recompute_fwd_factor": 0.0, "flops_profiler_top_modules": 1,
     "autotuning_end_profile_step": 5, "autotuning_metric": "throughput", "autotuning_metric_path": None,
     "autotuning_model_info_path": None, "autotuning_start_profile_step": 3,
-    "get_compile_time": [], "get_model_parallel_rank": 0, "get_pld_theta": None, "get_sequence_parallel_group": None,
+    "get_compile_time": [], "get_model_parallel_rank": 0, "get_sequence_parallel_group": None,
     "get_tensor_parallel_rank": 0, "get_wall_clock_timers": {}, "mics_shard_size": -1, "postscale_gradients": True,
     "swap_tensor_config": None, "zenflow_config": None, "zero_grad_hooks": True, "zeropp_loco_param": None,
 }  # fmt: skip
@@ -113,7 +123,6 @@ ALWAYS: dict[str, Any] = {
 _UNITS = "gradients are reduced unit by unit while backward runs; zeropp.no_sync(module) holds them back"
 _NO_MOE = "experts are partitioned over the ranks as any parameters are, and saved with them"
 _COMPILE = "repeated blocks are compiled: block.compile(), or engine.compile()"
-_CURRICULUM = "zeropp has no curriculum learning; cut or order the batches in the loader"
 #: Methods that raise when they are called: why, and what to use.
 NOT_BUILT: dict[str, str] = {
     **dict.fromkeys(("allreduce_and_copy", "allreduce_bucket", "allreduce_no_retain", "buffered_allreduce_fallback"), _UNITS),
@@ -134,7 +143,6 @@ NOT_BUILT: dict[str, str] = {
     "print_forward_breakdown": "zeropp.trace writes a timeline of steps",
     "quantize_training": "zeropp has no quantized training",
     "random_ltd_initialize": "zeropp has no random layer-token dropping",
-    "set_data_post_process_func": _CURRICULUM,
     "coalesce_grad_reduction": "put all backwards of a step but the last one inside zeropp.no_sync(engine.module)",
 }  # fmt: skip
 _DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
