@@ -42,14 +42,20 @@ def for_model(model: nn.Module, settings: Config) -> Config:
     return dataclasses.replace(settings, efficiency=dataclasses.replace(asked, curriculum=None, layer_drop=drop))
 
 
-def take_rates(keys: dict[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Take random-LTD's ``layer_token_lr_schedule`` out of a file. Return it and the section ``random_ltd``; None where it is off."""
+def take_rates(keys: dict[str, Any], other: Any = None) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Take random-LTD's ``layer_token_lr_schedule`` out of a file. Return it and the section ``random_ltd``; None where it is off.
+
+    Args:
+        other: another schedule of rates, beside which this one is refused.
+    """
     section: Any = keys
     for name in ROUTING.split("."):
         section = section.get(name) if isinstance(section, Mapping) else None
     rates = section.get(_RATES) if isinstance(section, Mapping) else None
     if not (isinstance(rates, Mapping) and rates.get("enabled") is True and section.get("enabled") is True):
         return None
+    if other is not None:
+        raise ConfigError(f"{ROUTING}.{_RATES}: there is another schedule of rates, too; give one of the two")
     refuse_unknown(
         rates, ("enabled", "total_layer_tokens", "warmup_type", "warmup_layer_tokens"), f"{ROUTING}.{_RATES}"
     )

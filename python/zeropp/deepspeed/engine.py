@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.config import Config
-from zeropp.config.deepspeed_efficiency import ROUTING
 from zeropp.config.reading import read_json
 from zeropp.deepspeed import schedules
 from zeropp.deepspeed.efficiency import DataEfficiency, for_model, make_rates, take_rates
@@ -80,7 +79,7 @@ def initialize(
     keys = _keys_of(given)
     whole = dict(keys)
     optimizer_section, scheduler_section = keys.pop("optimizer", None), keys.pop("scheduler", None)
-    rates = take_rates(keys)
+    rates = take_rates(keys, lr_scheduler or scheduler_section)
     sums, refuses_unused, every = _sums(keys), _refuses_unused(keys), _steps_per_print(keys)
     settings = given if isinstance(given, Config) else Config.from_json(keys)
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -93,10 +92,6 @@ def initialize(
         optimizer = _prepare(model, optimizer, alone)
     micro = _micro_batch(keys, settings.accumulate)
     if rates is not None:
-        if lr_scheduler is not None or scheduler_section is not None:
-            raise ConfigError(
-                f"{ROUTING}.layer_token_lr_schedule: there is another schedule of rates, too; give one of the two"
-            )
         lr_scheduler = functools.partial(make_rates, rates, batch=micro and micro * settings.accumulate * _ranks())
     scheduler = _make_scheduler(lr_scheduler, optimizer, scheduler_section)
     engine = (engine_class or Engine)(model, optimizer, scheduler, settings, micro, whole)

@@ -3,8 +3,7 @@
 
 Where what stands:
 
-- config/efficiency.py: the dataclasses. A field whose technique is not built raises in ``Efficiency.__post_init__``; who builds it
-  removes the field's name from the list there.
+- config/efficiency.py: the dataclasses.
 - clock.py: the step, the micro-step and the place in the global batch. All choices are functions of them and of the seed.
 - attach.py: the one call of ``prepare``. A technique that acts inside the model is a module here with
   ``check(model, config)``, called before anything is partitioned, and ``attach(model, engine)``, called when all hooks of the engine are
