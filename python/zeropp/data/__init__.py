@@ -13,6 +13,7 @@ _HOME: dict[str, str] = {
     "analyse": "analysis",
     "cut": "cutting",
     "sampler_of": "sampling",
+    "TokenBatchSampler": "token_batches",
     **dict.fromkeys(("CurriculumSampler", "Percentile", "Value"), "curriculum"),
     **dict.fromkeys(("Index", "open_index"), "index"),
 }
