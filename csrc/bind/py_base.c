@@ -15,8 +15,10 @@
 #include "../base/crc32.h"
 #include "../base/cuda_images.h"
 #include "../base/device_cuda.h"
+#include "../base/device_probe.h"
 #include "../base/stray.h"
 #include "../base/timeline.h"
+#include "op_entries.h"
 #include "raise.h"
 
 /* --- for `python -m zeropp env` ----------------------------------------------------------------------------------- */
@@ -71,6 +73,37 @@ static PyObject *cuda_driver(PyObject *module, PyObject *none) {
     status = zpp_cuda_driver_version(&version, &err);
     Py_END_ALLOW_THREADS
     return status == ZPP_OK ? PyLong_FromLong(version) : zpp_py_raise(&err);
+}
+
+/* What one probe says: None, or why it failed; new. */
+static PyObject *probe_once(zpp_device *device, enum zpp_device_probe probe) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_wait ten_seconds = {10000000000u, NULL, NULL};
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_device_probe(device, probe, &ten_seconds, &err);
+    PyEval_RestoreThread(thread);
+    return Py_BuildValue("sz", zpp_device_probe_name(probe), status == ZPP_OK ? NULL : err.text);
+}
+
+static PyObject *probe_device(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *type;
+    int index;
+    int32_t torch_type;
+    zpp_device *device = NULL;
+    void *native;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!PyArg_ParseTuple(args, "si:probe_device", &type, &index)) return NULL;
+    if (zpp_accelerator_type(type, &torch_type, &err) != ZPP_OK ||
+        zpp_accelerator_current(torch_type, index, &device, &native, &err) != ZPP_OK)
+        return zpp_py_raise(&err);
+    PyObject *list = PyList_New(0);
+    for (int probe = 0; list && probe < ZPP_DEVICE_PROBES; probe++) {
+        PyObject *row = probe_once(device, (enum zpp_device_probe)probe);
+        if (!row || PyList_Append(list, row) != 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
 }
 
 static PyObject *uring(PyObject *module, PyObject *none) {
@@ -171,33 +204,35 @@ static PyObject *stray_take(PyObject *module, PyObject *unused) {
 /* --- the module --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
-    { "cpu_level", cpu_level, METH_NOARGS,
+    {"cpu_level", cpu_level, METH_NOARGS,
      "cpu_level()\n--\n\nInstruction sets in use, 'scalar', 'avx2' or 'avx512': the machine's, or what ZEROPP_CPU "
-     "says." },
-    { "cpu_detected", cpu_detected, METH_NOARGS, "cpu_detected()\n--\n\nInstruction sets that this machine has." },
-    { "kernels", kernels, METH_NOARGS,
-     "kernels()\n--\n\nCPU kernels in this build: (op, instruction sets, whether it can run here)." },
-    { "cuda_images", cuda_images, METH_NOARGS,
-     "cuda_images()\n--\n\nCUDA kernels in this build: (source file, bytes of its fat binary)." },
-    { "cuda_toolkit", cuda_toolkit, METH_NOARGS,
-     "cuda_toolkit()\n--\n\nCUDA version that compiled the kernels, such as 13000 for 13.0; 0 without kernels." },
-    { "cuda_driver", cuda_driver, METH_NOARGS,
+     "says."},
+    {"cpu_detected", cpu_detected, METH_NOARGS, "cpu_detected()\n--\n\nInstruction sets that this machine has."},
+    {"kernels", kernels, METH_NOARGS,
+     "kernels()\n--\n\nCPU kernels in this build: (op, instruction sets, whether it can run here)."},
+    {"cuda_images", cuda_images, METH_NOARGS,
+     "cuda_images()\n--\n\nCUDA kernels in this build: (source file, bytes of its fat binary)."},
+    {"cuda_toolkit", cuda_toolkit, METH_NOARGS,
+     "cuda_toolkit()\n--\n\nCUDA version that compiled the kernels, such as 13000 for 13.0; 0 without kernels."},
+    {"cuda_driver", cuda_driver, METH_NOARGS,
      "cuda_driver()\n--\n\nCUDA version of the installed driver. Loads the driver, starts no GPU. Raises "
-     "NotBuiltError." },
-    { "uring", uring, METH_NOARGS,
-     "uring()\n--\n\n(whether this build has io_uring, why the kernel refuses it or None)." },
-    { "crc32", crc32_of, METH_VARARGS,
+     "NotBuiltError."},
+    {"probe_device", probe_device, METH_VARARGS,
+     "probe_device(type, index, /)\n--\n\n[(what was tried, None or why it failed)] of a GPU. Raises NotBuiltError."},
+    {"uring", uring, METH_NOARGS,
+     "uring()\n--\n\n(whether this build has io_uring, why the kernel refuses it or None)."},
+    {"crc32", crc32_of, METH_VARARGS,
      "crc32(address, size_bytes, value=0, /)\n--\n\nCRC-32 of memory, as zlib.crc32 gives it; value: of what came "
-     "before." },
-    { "crc32_copy", crc32_copy, METH_VARARGS,
-     "crc32_copy(to, address, size_bytes, value=0, /)\n--\n\nThe same, and the memory is copied to `to`." },
-    { "timeline_start", timeline_start, METH_VARARGS,
-     "timeline_start(capacity, /)\n--\n\nKeep spans of time from now on, so many at most." },
-    { "timeline_stop", timeline_stop, METH_NOARGS,
-     "timeline_stop()\n--\n\n([(kind, name, thread, began_ns, ended_ns, bytes)], how many had no room)." },
-    { "stray_seen", stray_seen, METH_NOARGS, "True if a released unit's memory was read since the last stray_take()." },
-    { "stray_take", stray_take, METH_NOARGS, "Addresses of those reads; the list is cleared." },
-    { NULL, NULL, 0, NULL },
+     "before."},
+    {"crc32_copy", crc32_copy, METH_VARARGS,
+     "crc32_copy(to, address, size_bytes, value=0, /)\n--\n\nThe same, and the memory is copied to `to`."},
+    {"timeline_start", timeline_start, METH_VARARGS,
+     "timeline_start(capacity, /)\n--\n\nKeep spans of time from now on, so many at most."},
+    {"timeline_stop", timeline_stop, METH_NOARGS,
+     "timeline_stop()\n--\n\n([(kind, name, thread, began_ns, ended_ns, bytes)], how many had no room)."},
+    {"stray_seen", stray_seen, METH_NOARGS, "True if a released unit's memory was read since the last stray_take()."},
+    {"stray_take", stray_take, METH_NOARGS, "Addresses of those reads; the list is cleared."},
+    {NULL, NULL, 0, NULL},
 };
 
 int zpp_py_add_base(PyObject *module);

@@ -93,6 +93,9 @@ CASES: list[tuple[list[str], int, str]] = [
     (["doctor"], 2, "no ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set); start it as"),
     (["doctor", "--factor", "nan"], 2, "--factor nan is not allowed; wanted a number above 1"),
     (["doctor", "--timeout", "-1"], 2, "--timeout -1.0 is not allowed"),
+    (["doctor", "--quick"], 2, "--quick is for GPUs; name them, as in --device cuda"),
+    (["doctor", "--device", "cpu"], 2, "--device cpu is not allowed; wanted a GPU, such as cuda or cuda:0"),
+    (["doctor", "--device", "nonsense"], 2, "python -m zeropp doctor: "),
     # `run` says so before it makes names for this process.
     (["run", "none.py"], 2, "python -m zeropp run: 'none.py': there is no such file; wanted a script"),
     (["run", "-m", "no_such_module_here"], 2, "'no_such_module_here': there is no such module"),

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_DEPTH = 16, DRIVER_VERSION = 13010, MOST_THREADS = 1024 };
+enum { MOST_DEPTH = 16, DRIVER_VERSION = 13010, MOST_THREADS = 1024, MOST_SHARED_BYTES = 48 << 10 };
 enum { LEAST_PRIORITY = 0, GREATEST_PRIORITY = -5 };
 
 struct CUctx_st {
@@ -356,7 +356,8 @@ static void run_launch(void *arg) {
     free(arg);
 }
 
-/* As of now, kernels have one dimension and no shared memory that is sized at the launch. */
+/* As of now, kernels have one dimension. One with shared memory that is sized at the launch has an array as C, as large
+ * as any GPU gives without being asked. */
 CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
                         unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
                         sim_stream handle, void **args, void **extra) {
@@ -366,7 +367,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int g
     if (result) return result;
     if (!grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z) return ZPP_CU_INVALID_VALUE;
     if ((uint64_t)block_x * block_y * block_z > MOST_THREADS) return ZPP_CU_INVALID_VALUE;
-    if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || shared_bytes || extra)
+    if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || shared_bytes > MOST_SHARED_BYTES || extra)
         return ZPP_CU_NOT_SUPPORTED;
     struct launch *launch = malloc(sizeof *launch + kernel->arg_bytes);
     if (!launch) sim_fatal("no memory for a launch of %s", kernel->name);

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "run": "a script written for DeepSpeed, unchanged: in this process `import deepspeed` means zeropp",
     "env": "what zeropp found on this machine: torch, CPU level, kernels, CUDA driver, NCCL, io_uring",
-    "doctor": "under torchrun: latency and bandwidth of every pair of ranks, and which rank or link is slow or dead",
+    "doctor": "under torchrun: latency and bandwidth of every pair of ranks, and which rank or link is slow or dead; with --device: is a GPU right",
     "config": "what every key of a configuration file does here, DeepSpeed's too, and what is not supported",
     "estimate": "bytes that a run will hold and move, and the bandwidth that it needs, before it runs",
     "bench-io": "the best I/O settings of a disk, and how near its limit they come",

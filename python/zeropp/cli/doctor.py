@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torchrun … -m zeropp doctor``: latency and bandwidth of every pair of ranks and of the whole, and which rank is slow or dead."""
+"""``torchrun … -m zeropp doctor``: latency and bandwidth of every pair of ranks and of the whole, and which rank is slow or dead.
+
+``doctor --device cuda`` tries the GPUs of this machine in place of the ranks (device_doctor.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropp.cli import refuse
+from zeropp.cli import device_doctor, refuse
 from zeropp.errors import CommError, counted, one_line
 from zeropp.health import Report, check
 
@@ -24,6 +26,12 @@ MOST_TIMEOUT_S = 86400
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
+    parser.add_argument(
+        "--device",
+        metavar="cuda",
+        help="try this GPU (cuda:1), or all of its kind (cuda), and no ranks: without torchrun",
+    )
+    parser.add_argument("--quick", action="store_true", help="with --device: only what every training asks for")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--factor", type=float, default=3.0, help="how many times slower than the best is a fault (3)")
     parser.add_argument(
@@ -32,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was measured, on rank 0. Exit status: 0 healthy, 1 something is slow or dead, 2 not under torchrun."""
+    """Print what was measured, on rank 0. Exit status: 0 healthy, 1 something is slow, dead or wrong, 2 not under torchrun."""
+    if options.device is not None:
+        return device_doctor.run(options.device, options.quick, options.json)
+    if options.quick:
+        return refuse("doctor", "--quick is for GPUs; name them, as in --device cuda")
     if not 1 < options.factor < math.inf:
         return refuse("doctor", f"--factor {options.factor} is not allowed; wanted a number above 1")
     if not 0 < options.timeout <= MOST_TIMEOUT_S:

@@ -13,8 +13,6 @@ from zeropp.ops import checks
 
 __all__ = ["Quantised", "dequantise_", "quant_reduce_", "quant_sum_", "quantise", "quantise_"]
 
-_DEVICES = ("cpu", "cuda")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
@@ -67,7 +65,7 @@ def quantise(src: Tensor, *, bits: int = 8, block_elems: int = 256, asymmetric: 
     Per finite element the error is at most half a scale, up to rounding (the exact bound: csrc/ops/quant/quant.h).
     """
     name = "zeropp.ops.quantise"
-    checks.check_tensor(name, "src", src, _DEVICES)
+    checks.check_tensor(name, "src", src, checks.BOTH)
     _check_spec(name, bits, block_elems)
     to = Quantised.empty(src.numel(), bits=bits, block_elems=block_elems, asymmetric=asymmetric, device=src.device)
     quantise_(src, to)
@@ -83,7 +81,7 @@ def quantise_(src: Tensor, to: Quantised) -> None:
             tensor that requires grad while grad mode is on. Nothing was written.
     """
     name = "zeropp.ops.quantise_"
-    checks.check_tensor(name, "src", src, _DEVICES)
+    checks.check_tensor(name, "src", src, checks.BOTH)
     written = _check_parts(name, "to", to)
     arguments = [src, *written, to.bits, to.block_elems]
     checks.call(name, torch.ops.zeropp.quantise_.default, arguments, written)
@@ -96,7 +94,7 @@ def dequantise_(source: Quantised, dst: Tensor, *, accumulate: bool = False) -> 
         TypeError, ValueError: as ``quantise_``.
     """
     name = "zeropp.ops.dequantise_"
-    checks.check_tensor(name, "dst", dst, _DEVICES)
+    checks.check_tensor(name, "dst", dst, checks.BOTH)
     arguments = [*_check_parts(name, "source", source), dst, source.bits, source.block_elems, accumulate]
     checks.call(name, torch.ops.zeropp.dequantise_.default, arguments, [dst])
 
@@ -108,7 +106,7 @@ def quant_sum_(sources: Sequence[Quantised], dst: Tensor, *, factor: float = 1.0
         TypeError, ValueError: as ``quantise_``; also sources of different formats.
     """
     name = "zeropp.ops.quant_sum_"
-    checks.check_tensor(name, "dst", dst, _DEVICES)
+    checks.check_tensor(name, "dst", dst, checks.BOTH)
     checks.check_numbers(name, {"factor": factor})
     first, lists = _check_sources(name, sources)
     arguments = [*lists, dst, first.bits, first.block_elems, factor]
@@ -142,7 +140,7 @@ def _check_parts(name: str, label: str, array: Quantised) -> list[Tensor]:
     parts = [array.codes, array.scales, array.mids]
     if not checks.are_plain(parts):
         for part, tensor in zip(("codes", "scales", "mids"), parts, strict=True):
-            checks.check_tensor(name, f"{label}.{part}", tensor, _DEVICES)
+            checks.check_tensor(name, f"{label}.{part}", tensor, checks.BOTH)
     return parts
 
 

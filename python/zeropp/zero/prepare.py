@@ -20,6 +20,7 @@ from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
 from zeropp.efficiency import attach as efficiency
 from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
+from zeropp.health.first_use import require_healthy
 from zeropp.zero.accelerator import check_accelerator, check_parameter_device, device_of
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
@@ -78,6 +79,7 @@ def prepare(
     config = as_config(config, "prepare")
     device = device_of(model, config)
     require_gpu(device, kernels=True)
+    require_healthy(device)
     _check_model(model, config, device)
     comm = _communicator()
     check_accelerator(config, device, comm)
