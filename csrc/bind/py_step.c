@@ -9,6 +9,7 @@
  */
 #include <stdlib.h>
 
+#include "../zero/step_device.h"
 #include "../zero/step_plan.h"
 #include "raise.h"
 #include "py_zero.h"
@@ -332,7 +333,8 @@ static PyObject *zero_adam_step(PyObject *self, PyObject *args) {
     PyThreadState *thread = PyEval_SaveThread();
     zpp_status status = zpp_step_plan_make(&zero->stepper, groups, scale, false, &plan, &err);
     if (status == ZPP_OK) {
-        status = zpp_step_plan_run(&plan, zero->pool, &zero->inconsistent, &fault, &err);
+        if (zpp_zero_shards_on_device(zero->core)) status = zpp_step_device_run(&zero->stepper, &plan, &err);
+        else status = zpp_step_plan_run(&plan, zero->pool, &zero->inconsistent, &fault, &err);
         zpp_step_plan_drop(&plan);
         zero->steps += status == ZPP_OK;
     }

@@ -4,9 +4,11 @@
  */
 #include "step_plan.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "../ops/norm/clip.h"
 #include "../ops/norm/norm.h"
 
 /* The pieces of one shard that have a gradient, and their sums. */
@@ -29,17 +31,17 @@ static void drop_pieces(struct pieces *pieces) {
 static bool make_pieces(const struct zpp_step_shard *shard, int rank, struct pieces *out) {
     const size_t capacity = shard->shape.params + 1;
     struct zpp_piece *pieces = calloc(capacity, sizeof *pieces);
-    *out = (struct pieces){ .segments = calloc(capacity, sizeof *out->segments),
-                            .sums = calloc(capacity, sizeof *out->sums),
-                            .bad = calloc(capacity, sizeof *out->bad),
-                            .params = calloc(capacity, sizeof *out->params) };
+    *out = (struct pieces){.segments = calloc(capacity, sizeof *out->segments),
+                           .sums = calloc(capacity, sizeof *out->sums),
+                           .bad = calloc(capacity, sizeof *out->bad),
+                           .params = calloc(capacity, sizeof *out->params)};
     const bool memory = pieces && out->segments && out->sums && out->bad && out->params;
     const size_t found = memory ? zpp_unit_pieces(shard->owner->unit, rank, pieces) : 0;
     for (size_t i = 0; i < found; i++) {
         const void *grad = zpp_step_shard_grad(shard, &pieces[i]);
         if (!grad) continue;
         out->params[out->count] = pieces[i].param;
-        out->segments[out->count++] = (struct zpp_norm_segment){ grad, shard->shape.grad_dtype, pieces[i].elems };
+        out->segments[out->count++] = (struct zpp_norm_segment){grad, shard->shape.grad_dtype, pieces[i].elems};
     }
     free(pieces);
     return memory;
@@ -63,7 +65,7 @@ static zpp_status norm_of_shard(const struct zpp_stepper *stepper, const struct 
 zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct zpp_shard_norm *out,
                             struct zpp_err *err) {
     struct zpp_step_shard shard;
-    *out = (struct zpp_shard_norm){ 0.0, -1, 0 };
+    *out = (struct zpp_shard_norm){0.0, -1, 0};
     if (!zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
     return norm_of_shard(stepper, &shard, shard.rank, out, err);
 }
@@ -72,7 +74,7 @@ zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct 
 static zpp_status measure(const struct zpp_stepper *stepper, int unit, int rank, struct zpp_shard_norm *out,
                           struct zpp_err *err) {
     struct zpp_step_shard shard;
-    *out = (struct zpp_shard_norm){ 0.0, -1, 0 };
+    *out = (struct zpp_shard_norm){0.0, -1, 0};
     if (!stepper->units[unit].unit->trainable || !zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
     zpp_status status = zpp_zero_grad_open(stepper->zero, unit, err);
     if (status == ZPP_OK) status = norm_of_shard(stepper, &shard, rank, out, err);
@@ -87,22 +89,125 @@ static zpp_status measure_units(const struct zpp_stepper *stepper, int rank, str
     return status;
 }
 
+/* --- gradients in memory of a device ------------------------------------------------------------------------------ */
+
+/* The pieces of one shard of all units, and whose each is. */
+struct device_pieces {
+    struct zpp_norm_segment *segments;
+    size_t *firsts; /* 0, 1, 2, ..: each piece has a sum of its own */
+    int *units;
+    size_t *params;
+    size_t count;
+    zpp_device *device;
+    double *memory; /* on the device: the sums, then the work of the kernels */
+    double *sums;   /* the same on the host */
+};
+
+static void drop_device_pieces(struct device_pieces *all) {
+    free(all->segments);
+    free(all->firsts);
+    free(all->units);
+    free(all->params);
+    free(all->sums);
+}
+
+static bool append_unit(const struct zpp_stepper *stepper, int unit, int rank, struct device_pieces *all) {
+    struct zpp_step_shard shard;
+    struct pieces pieces;
+    if (!stepper->units[unit].unit->trainable || !zpp_step_shard_of(stepper, unit, false, &shard)) return true;
+    const bool memory = make_pieces(&shard, rank, &pieces);
+    for (size_t i = 0; memory && i < pieces.count; i++, all->count++) {
+        all->segments[all->count] = pieces.segments[i];
+        all->firsts[all->count + 1] = all->count + 1;
+        all->units[all->count] = unit;
+        all->params[all->count] = pieces.params[i];
+    }
+    drop_pieces(&pieces);
+    return memory;
+}
+
+static bool make_device_pieces(const struct zpp_stepper *stepper, int rank, struct device_pieces *all) {
+    size_t most = 1;
+    for (int u = 0; u < stepper->units_count; u++) most += stepper->units[u].unit->params;
+    *all = (struct device_pieces){.segments = calloc(most, sizeof *all->segments),
+                                  .firsts = calloc(most + 1, sizeof *all->firsts),
+                                  .units = calloc(most, sizeof *all->units),
+                                  .params = calloc(most, sizeof *all->params),
+                                  .sums = calloc(most, sizeof *all->sums)};
+    bool memory = all->segments && all->firsts && all->units && all->params && all->sums;
+    for (int u = 0; u < stepper->units_count && memory; u++) memory = append_unit(stepper, u, rank, all);
+    return memory;
+}
+
+static zpp_status run_sums(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait;
+    const struct device_pieces *all = *(struct device_pieces **)arg;
+    return zpp_norm_groups_cuda(all->device, native, all->segments, all->firsts, all->count, all->memory + all->count,
+                                all->memory, err);
+}
+
+/* The host waits for the sums, which are a few bytes. */
+static zpp_status sum_on_device(const struct zpp_stepper *stepper, struct device_pieces *all,
+                                const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_stream *compute = zpp_zero_compute(stepper->zero);
+    const size_t work_elems = zpp_norm_groups_work_elems(all->segments, all->count);
+    const size_t bytes = (all->count + work_elems + 1) * sizeof(double);
+    zpp_event *done = NULL;
+    void *memory = NULL;
+    all->device = zpp_stream_device(compute);
+    zpp_status status = zpp_event_create(all->device, &done, err);
+    if (status == ZPP_OK) status = zpp_device_alloc(all->device, bytes, &memory, err);
+    all->memory = memory;
+    if (status == ZPP_OK) status = zpp_stream_launch(compute, run_sums, &all, sizeof(struct device_pieces *), err);
+    if (status == ZPP_OK) status = zpp_stream_copy(compute, all->sums, memory, all->count * sizeof(double), err);
+    if (status == ZPP_OK) status = zpp_event_record(done, compute, err);
+    if (status == ZPP_OK) status = zpp_event_sync(done, wait, err);
+    if (memory) zpp_device_free(all->device, memory, bytes);
+    zpp_event_destroy(done);
+    return status;
+}
+
+static zpp_status measure_on_device(const struct zpp_stepper *stepper, int rank, struct zpp_shard_norm *row,
+                                    const struct zpp_wait *wait, struct zpp_err *err) {
+    struct device_pieces all;
+    zpp_status status =
+        make_device_pieces(stepper, rank, &all)
+            ? ZPP_OK
+            : zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %d units", stepper->units_count);
+    for (int u = 0; u < stepper->units_count; u++) row[u] = (struct zpp_shard_norm){0.0, -1, 0};
+    if (status == ZPP_OK && all.count) status = sum_on_device(stepper, &all, wait, err);
+    for (size_t i = 0; i < all.count && status == ZPP_OK; i++) {
+        struct zpp_shard_norm *norm = &row[all.units[i]];
+        norm->squares += all.sums[i];
+        if (norm->bad_param < 0 && !isfinite(all.sums[i])) norm->bad_param = (int64_t)all.params[i];
+    }
+    drop_device_pieces(&all);
+    return status;
+}
+
+static zpp_status measure_all(const struct zpp_stepper *stepper, int rank, struct zpp_shard_norm *row,
+                              const struct zpp_wait *wait, struct zpp_err *err) {
+    if (zpp_zero_shards_on_device(stepper->zero)) return measure_on_device(stepper, rank, row, wait, err);
+    return measure_units(stepper, rank, row, err);
+}
+
 /* Local gradients are the same on every rank, so each rank measures all shards. */
-static zpp_status measure_local(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, struct zpp_err *err) {
+static zpp_status measure_local(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms,
+                                const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (int rank = 0; rank < zpp_zero_ranks(stepper->zero) && status == ZPP_OK; rank++)
-        status = measure_units(stepper, rank, &norms[(size_t)rank * (size_t)stepper->units_count], err);
+        status = measure_all(stepper, rank, &norms[(size_t)rank * (size_t)stepper->units_count], wait, err);
     return status;
 }
 
 zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, const struct zpp_wait *wait,
                            struct zpp_err *err) {
     const size_t units = (size_t)stepper->units_count;
-    if (zpp_zero_grads_are_local(stepper->zero)) return measure_local(stepper, norms, err);
+    if (zpp_zero_grads_are_local(stepper->zero)) return measure_local(stepper, norms, wait, err);
     if (!units) return ZPP_OK;
     struct zpp_shard_norm *own = calloc(units, sizeof *own);
     if (!own) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %zu units", units);
-    zpp_status status = measure_units(stepper, zpp_zero_rank(stepper->zero), own, err);
+    zpp_status status = measure_all(stepper, zpp_zero_rank(stepper->zero), own, wait, err);
     if (status == ZPP_OK) status = zpp_zero_gather_norms(stepper->zero, own, units * sizeof *own, norms, wait, err);
     free(own);
     return status;

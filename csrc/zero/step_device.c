@@ -9,6 +9,7 @@
 
 #include "../base/mem.h"
 #include "internal.h"
+#include "on_device.h"
 
 enum { HOST_BYTES = 4096 }; /* what is pinned is whole pages */
 
@@ -208,14 +209,28 @@ static size_t run_of(const struct zpp_step_plan *plan, size_t begin) {
     return end - begin;
 }
 
-zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, struct zpp_err *err) {
+static zpp_status launch(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale scale,
+                         struct zpp_err *err) {
     zpp_status status = check_plan(plan, err);
     for (size_t done = 0, count; done < plan->segments_count && status == ZPP_OK; done += count) {
         count = run_of(plan, done);
-        const struct step_op op = {step->device, plan->segments + done, count, zpp_clip_scale(step->record)};
-        status = zpp_stream_launch(step->options.stream, run_step, &op, sizeof op, err);
+        const struct step_op op = {zpp_stream_device(stream), plan->segments + done, count, scale};
+        status = zpp_stream_launch(stream, run_step, &op, sizeof op, err);
     }
     return status;
+}
+
+zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, struct zpp_err *err) {
+    return launch(step->options.stream, plan, zpp_clip_scale(step->record), err);
+}
+
+zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,
+                               struct zpp_err *err) {
+    const struct zpp_on_device *on = stepper->zero->on_device;
+    struct zpp_grad_scale scale = zpp_grad_scale_of((float)plan->grad_scale);
+    /* The lower half of the halt word: nothing is stepped behind a wait that an error released. */
+    if (on->counters) scale.skip = (const uint32_t *)(const void *)zpp_counters_halt(on->counters);
+    return launch(zpp_zero_compute(stepper->zero), plan, scale, err);
 }
 
 /* --- the host's copy ---------------------------------------------------------------------------------------------- */

@@ -44,6 +44,10 @@ zpp_status zpp_step_device_measure(zpp_step_device *step, const struct zpp_stepp
 zpp_status zpp_step_device_clip(zpp_step_device *step, const struct zpp_clip_rule *rule, struct zpp_err *err);
 /* Enqueue the step. NOT_BUILT, and nothing done, for a plan of float64, of bf16 without an fp32 copy, and of files. */
 zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, struct zpp_err *err);
+/* Enqueue the step of a coordinator whose shards are on its device, with the plan's own grad_scale, on its compute
+ * stream. As zpp_step_device_launch. */
+zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,
+                               struct zpp_err *err);
 /* Enqueue a copy of the record to the host; then read the last one that was asked for. AGAIN: `wait` is NULL, and it is
  * not there yet. */
 zpp_status zpp_step_device_send(zpp_step_device *step, struct zpp_err *err);

@@ -393,6 +393,10 @@ int zpp_zero_ranks(const zpp_zero *zero) {
     return zero->ranks;
 }
 
+bool zpp_zero_shards_on_device(const zpp_zero *zero) {
+    return shards_on_device(&zero->options);
+}
+
 zpp_stream *zpp_zero_compute(zpp_zero *zero) {
     return zero->compute;
 }

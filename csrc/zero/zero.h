@@ -112,6 +112,7 @@ int zpp_zero_units(const zpp_zero *zero);
 struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */
 int zpp_zero_rank(const zpp_zero *zero);
 int zpp_zero_ranks(const zpp_zero *zero);
+bool zpp_zero_shards_on_device(const zpp_zero *zero); /* true if an accelerator has them, and steps them */
 zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
 zpp_unit_file *zpp_zero_param_file(zpp_zero *zero); /* borrowed; NULL without units in a file */
 /* End the engine of units in a file; loads fail from then on, and gathers under way are dropped. */

@@ -33,6 +33,7 @@ class Case:
     """One way to train."""
 
     stage: int = 3
+    on_device: bool = False  # shards, and the step
     precision: str | None = None
     accumulate: int = 1
     clip: float | None = None
@@ -87,6 +88,10 @@ CASES = {
     "tied and frozen": Case(build=Tied),
     "checkpointed": Case(build=Checkpointed),
 }
+
+
+CASES |= {f"device: {name}": dataclasses.replace(case, on_device=True) for name, case in CASES.items()}
+CASES["device: stage 0"] = Case(stage=0, on_device=True)
 
 
 def model_of(case: Case) -> torch.nn.Module:
@@ -160,6 +165,8 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
     model = model_of(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
     offload = Offload(params="cpu", optimizer="cpu") if case.stage == 3 else Offload(optimizer="cpu")
+    if case.on_device:
+        offload = Offload()
     config = zeropp.Config(
         stage=case.stage, offload=offload, precision=case.precision, accumulate=case.accumulate, prefetch=case.prefetch,
         units=case.units,

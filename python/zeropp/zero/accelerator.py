@@ -12,7 +12,7 @@ from torch import nn
 from zeropp.config import Config
 from zeropp.errors import ConfigError
 from zeropp.zero.formulas import tier_of
-from zeropp.zero.model_state import CPU
+from zeropp.zero.model_state import CPU, shards_on_device
 
 
 def device_of(model: nn.Module, config: Config) -> torch.device:
@@ -44,22 +44,13 @@ def check_parameter_device(name: str, parameter: nn.Parameter, device: torch.dev
 
 
 def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
-    """Raise zeropp.ConfigError for an option that does not work with a model on a GPU yet. The optimizer steps on the host there."""
+    """Raise zeropp.ConfigError for an option that does not work with a model on a GPU yet."""
     if device.type == "cpu":
         return
-    if config.stage == 0:
-        _refuse(device, "stage 0 is", "use stage 1, 2 or 3")
     if comm is not None and comm.hosts > 1:
         _refuse(device, "training on several hosts is", "use one host")
-    if tier_of(config, "optimizer").kind == "device":
-        _refuse(
-            device, "an optimizer that steps there is", "keep its states on the host, as in Offload(optimizer='cpu')"
-        )
-    if config.stage == 3 and tier_of(config, "params").kind != "cpu":
-        _refuse(
-            device, f"shards of parameters on {tier_of(config, 'params').kind!r} are",
-            "keep them on the host, as in Offload(params='cpu', optimizer='cpu')",
-        )  # fmt: skip
+    if not shards_on_device(config, device):
+        _check_offload(config, device)
     others = {
         "Offload(activations='nvme')": tier_of(config, "activations").kind == "nvme",
         "Offload(grads='nvme')": tier_of(config, "grads").kind == "nvme",
@@ -72,6 +63,22 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
     for option, given in others.items():
         if given:
             _refuse(device, f"{option} is", "leave it out, or train on the CPU with Config(device='cpu')")
+
+
+def _check_offload(config: Config, device: torch.device) -> None:
+    params, states = tier_of(config, "params").kind, tier_of(config, "optimizer").kind
+    if config.stage == 0:
+        _refuse(device, "stage 0 with offloaded states is", "use stage 1, 2 or 3, or keep the states on the device")
+    if states == "device":
+        _refuse(
+            device, f"an optimizer that steps there beside parameters on {params!r} is",
+            "keep both on the host, as in Offload(params='cpu', optimizer='cpu'), or neither",
+        )  # fmt: skip
+    if config.stage == 3 and params != "cpu":
+        _refuse(
+            device, f"shards of parameters on {params!r} beside states on {states!r} are",
+            "keep both on the host, as in Offload(params='cpu', optimizer='cpu'), or neither",
+        )  # fmt: skip
 
 
 def _refuse(device: torch.device, what: str, instead: str) -> None:

@@ -18,7 +18,18 @@ from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
 from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays
 from zeropp.zero.model.units import UnitPlan, numbers
-from zeropp.zero.model_state import DTYPES, FILE, HOST, SHARD, WHOLE, Entry, ParamStore, Unit, tensor_over
+from zeropp.zero.model_state import (
+    DTYPES,
+    FILE,
+    HOST,
+    SHARD,
+    WHOLE,
+    Entry,
+    ParamStore,
+    Unit,
+    shards_on_device,
+    tensor_over,
+)  # fmt: skip
 from zeropp.zero.offload import weight_quant
 from zeropp.zero.offload.activations import ActivationFile
 from zeropp.zero.offload.grad_file import GradFile
@@ -62,7 +73,7 @@ def make_engine(
         engine.close()
         raise
     engine.unfreezing.renew()
-    if engine.offloads:
+    if device.type != "cpu":
         core.set_moved(engine.bind_again)
     return engine
 
@@ -88,7 +99,7 @@ def _make_core(
         host_communicator() if share_reads else None,
         None if device.type == "cpu" else device.type,
         device.index or 0,
-        False,  # shards are on the host
+        shards_on_device(config, device),
     )
     if comm is not None:
         bits = {"exact": 0, "int8": 8, "int4": 4}
@@ -160,7 +171,8 @@ def _place(plan: UnitPlan, config: Config, comm: Any, host_copy: bool, device: t
     small = plan.replicates(config.units)
     if loads_units(config):
         return WHOLE if small else FILE
-    if config.stage < 3 or (comm is None and device.type == "cpu"):
+    alone = comm is None and (device.type == "cpu" or shards_on_device(config, device))
+    if config.stage < 3 or alone:
         return WHOLE
     if host_copy:
         return HOST
@@ -219,7 +231,11 @@ def _bind(engine: Engine, index: int, plan: UnitPlan) -> Unit:
     layout = core.layout()
     elems, shard_elems = layout["elems"], layout["shard_elems"]
     whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype, engine.device)
-    own = whole if engine.local else tensor_over(engine.core, layout["shard"], shard_elems, plan.dtype)
+    own = (
+        whole
+        if engine.local
+        else tensor_over(engine.core, layout["shard"], shard_elems, plan.dtype, engine.shard_device)
+    )
     if layout["place"] == FILE:
         own = torch.empty_like(own, device="meta")
     entries = [

@@ -187,7 +187,9 @@ class Engine(ModelState):
     def show_gradients(self, unit: Unit) -> None:
         """Stage 0: tell the core where the gradients lie of a unit that is trainable now."""
         if self.stage == 0 and self.ranks > 1:
-            gradient = tensor_over(self.core, unit.core.layout()["gradient"], unit.elems, unit.grad_dtype)
+            gradient = tensor_over(
+                self.core, unit.core.layout()["gradient"], unit.elems, unit.grad_dtype, self.shard_device
+            )
             unit.core.set_grad_views([e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in unit.params])
 
     def bind_again(self, index: int) -> None:

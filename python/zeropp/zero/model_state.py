@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from zeropp import _C
-from zeropp.config import Config
+from zeropp.config import Config, Tier
 
 #: csrc/base/dtype.h, in its order.
 DTYPES = (
@@ -140,7 +140,7 @@ class GradStore(Part):
 
     def read(self, engine: ModelState, unit: Unit, address: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's shard of a reduced gradient, which the core has at ``address``."""
-        return tensor_over(engine.core, address, unit.shard_elems, dtype)
+        return tensor_over(engine.core, address, unit.shard_elems, dtype, engine.shard_device)
 
     def write(self, unit: Unit, values: torch.Tensor) -> None:
         """Take this rank's shard, which :meth:`read` returned and which was changed."""
@@ -351,6 +351,12 @@ class Unit:
                 yield i, first - self.begin_elems, last - first
 
 
+def shards_on_device(config: Config, device: torch.device) -> bool:
+    """Return True if an accelerator holds the shards of parameters and gradients and the optimizer's states, and steps them."""
+    tiers = (config.offload.params, config.offload.optimizer)
+    return device.type != "cpu" and all(isinstance(tier, Tier) and tier.kind == "device" for tier in tiers)
+
+
 class ModelState:
     """The state of one prepared model on this rank: the communicator, the units, and the stores of each kind of state."""
 
@@ -363,7 +369,10 @@ class ModelState:
         self.stage: int = config.stage
         self.accumulate: int = config.accumulate
         self.device = device  # where units are whole, and the model computes
-        self.offloads = device.type != "cpu"  # shards are on the host beside an accelerator, on one rank too
+        on_device = shards_on_device(config, device)
+        self.shard_device = device if on_device else CPU  # where shards, reduced gradients and states are
+        # Shards are on the host beside an accelerator, on one rank too.
+        self.offloads = device.type != "cpu" and not on_device
         self.local = (self.ranks == 1 or self.stage == 0) and not self.offloads
         self.local_grads = self.local  # in p.grad, where autograd leaves them; not where they live in a file
         self.sharers = 0  # ranks that hold a second copy of the parameters together (hpZ)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train with shards on the simulated GPU, two ranks as processes: losses and parameters have the bits of plain torch there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import sim_build  # noqa: E402
+from test_sim_fsdp2 import run  # noqa: E402
+
+WHY_NOT = sim_build.why_no_torch_device()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be built")
+
+RANKS = 2
+#: The streams are: 0 torch's default stream, which computes; then sums, and gathers where they are prefetched.
+SCHEDULES = ("0", "0xff", "0b1", "0b10", "0b110:3")
+OFTEN = ("device: stage 3", "device: stage 0")
+#: Names of case_offload.py, which imports the device and so runs in processes of its own.
+SELDOM = (
+    "small units whole", "no prefetch", "little prefetch", "stage 2", "stage 1", "bf16", "accumulate", "clip", "tied and frozen",
+    "checkpointed",
+)  # fmt: skip
+CASES = [*OFTEN, *(pytest.param(f"device: {name}", marks=pytest.mark.slow) for name in SELDOM)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> None:
+    sim_build.torch_device()
+
+
+def train(case: str, schedules: tuple[str, ...], folder: Path) -> list[dict[str, object]]:
+    """Return what each rank printed."""
+    driver = str(sim_build.driver())
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "SIM_IDLE_MS": "100",
+        "ZEROPP_CUDA_DRIVER": driver,
+        "ZEROPP_NCCL": driver,
+    }
+    commands = [
+        [sys.executable, str(HERE / "case_offload.py"), str(rank), str(RANKS), str(folder), case, *schedules]
+        for rank in range(RANKS)
+    ]
+    codes = run(commands, environment, folder)
+    assert codes == [0] * RANKS, "\n".join((folder / f"{rank}.err").read_text() for rank in range(RANKS))
+    return [json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_has_the_bits_of_plain_torch(case: str, tmp_path: Path) -> None:
+    for found in train(case, SCHEDULES[:2] if case in OFTEN else SCHEDULES, tmp_path):
+        assert not found["wrong"] and not found["error"]
