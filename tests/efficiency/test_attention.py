@@ -73,7 +73,12 @@ def written_out(patterns: Any, layer: int, heads: int, mask: Tensor, causal: boo
     if one is not None:
         blocks = -(-seq // one.block)
         whole = -(-blocks // 12) * 12 if causal else blocks  # whole windows, whatever their size
-        wide = dataclasses.replace(one, causal=causal).mask(heads, whole).repeat_interleave(one.block, 1).repeat_interleave(one.block, 2)
+        wide = (
+            dataclasses.replace(one, causal=causal)
+            .mask(heads, whole)
+            .repeat_interleave(one.block, 1)
+            .repeat_interleave(one.block, 2)
+        )
         seen = wide[:, :seq, :seq]
     if causal:
         seen = seen.tril()

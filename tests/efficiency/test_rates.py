@@ -12,8 +12,9 @@ import pytest
 import torch
 import zeropp
 from torch.optim import lr_scheduler
-from zeropp import Growth
-from zeropp.optim import LayerTokenLR, by_tokens, layer_tokens
+from zeropp import Growth, TokenDrop
+from zeropp.efficiency.token_drop import layer_tokens
+from zeropp.optim import LayerTokenLR, by_tokens
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -99,7 +100,11 @@ def test_a_checkpoint_holds_it() -> None:
 @pytest.mark.parametrize("kind", ["linear", "log"])
 def test_layer_tokens_warm_up_and_decay(kind: str) -> None:
     optimizer = sgd()
-    counts = layer_tokens(Growth(4, 16, steps=3, multiple=4), layers=4, dropping=2, batch=2, longest=16)
+    drop = TokenDrop(keep=Growth(4, 16, steps=3, multiple=4))
+
+    def counts(step: int) -> int:
+        return layer_tokens(drop, step, 2, 16, 2, 4)
+
     assert [counts(step) for step in range(4)] == [2 * (4 * 2 + 32), 2 * (8 * 2 + 32), 2 * (12 * 2 + 32), 2 * 64]
     scheduler = LayerTokenLR(optimizer, counts, total=1000, warmup=100, warmup_type=kind)
     consumed = [0, 80, 176, 288, 416]

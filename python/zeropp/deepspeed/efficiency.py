@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp.config import Config, Efficiency, wrong
+from zeropp.config import Config, Efficiency, TokenDrop, wrong
 from zeropp.config.deepspeed_efficiency import ROUTING, ltd_schedule
 from zeropp.config.deepspeed_json import refuse_unknown
 from zeropp.data.cutting import cut_to, length_of
 from zeropp.data.sampling import LaterSampler
 from zeropp.deepspeed.saving import Saving
+from zeropp.efficiency.token_drop import layer_tokens
 from zeropp.errors import ConfigError
-from zeropp.optim import LayerTokenLR, layer_tokens
+from zeropp.optim import LayerTokenLR
 
 _RATES = "layer_token_lr_schedule"
 _NO_CURRICULUM = (
@@ -79,10 +80,13 @@ def make_rates(found: tuple[Mapping[str, Any], Mapping[str, Any]], optimizer: An
     total = rates.get("total_layer_tokens")
     if total is None:
         raise wrong(f"{ROUTING}.{_RATES}.total_layer_tokens", total, "the layer tokens of the whole run")
-    counts = layer_tokens(
-        ltd_schedule(section["random_ltd_schedule"]), layers=section["total_layer_num"], dropping=section["random_ltd_layer_num"],
-        batch=batch, longest=section["random_ltd_schedule"]["max_value"],
-    )  # fmt: skip
+    schedule = section["random_ltd_schedule"]
+    drop, longest = TokenDrop(keep=ltd_schedule(schedule)), schedule["max_value"]
+    layers, dropping = section["total_layer_num"], section["random_ltd_layer_num"]
+
+    def counts(step: int) -> int:
+        return layer_tokens(drop, step, batch, longest, dropping, layers)
+
     warmup, kind = rates.get("warmup_layer_tokens", 0), rates.get("warmup_type", "linear")
     return LayerTokenLR(optimizer, counts, total=total, warmup=warmup, warmup_type=kind)
 

@@ -135,7 +135,7 @@ class LayerTokenLR(LambdaLR):
 
     Args:
         optimizer: whose groups' rates are those after the warm-up.
-        layer_tokens: layer tokens of a step, counted from 0, over all ranks; pure. :func:`layer_tokens` makes it.
+        layer_tokens: layer tokens of a step, counted from 0, over all ranks; pure. ``zeropp.efficiency.token_drop.layer_tokens`` counts them.
         total: layer tokens of the whole run.
         warmup: layer tokens of the warm-up.
         warmup_type: "linear" or "log".
@@ -188,17 +188,3 @@ class LayerTokenLR(LambdaLR):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         self.__dict__.update({**state_dict, "_shape": tuple(state_dict["_shape"])})
-
-
-def layer_tokens(
-    keep: Callable[[int], float], *, layers: int, dropping: int, batch: int, longest: int
-) -> Callable[[int], int]:
-    """Return the layer tokens of a step under random-LTD: batch (keep dropping + longest (layers - dropping)).
-
-    Args:
-        keep: tokens of each sample that a dropping layer keeps, by step.
-        layers: of the model, of which ``dropping`` drop tokens.
-        batch: samples of a step over all ranks.
-        longest: tokens of each sample.
-    """
-    return lambda step: batch * (int(min(keep(step), longest)) * dropping + longest * (layers - dropping))
