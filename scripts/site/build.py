@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import yaml
+from zeropp.cli import plot
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "site"
@@ -152,48 +152,17 @@ def reference_page(title: str, module_name: str) -> str:
     return "\n".join(lines)
 
 
-def results() -> dict[str, list[dict[str, Any]]]:
-    """Return the newest row of each case and peer, by benchmark."""
-    found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            found.setdefault(row["bench"], {})[row["case"], row["peer_name"]] = row
-    return {bench: list(rows.values()) for bench, rows in found.items()}
-
-
-def draw(bench: str, rows: list[dict[str, Any]], target: Path) -> None:
-    """Draw the ratios of a benchmark as bars, with their quartiles."""
-    from matplotlib.figure import Figure
-
-    height = 0.32 * len(rows) + 1.0
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.add_subplot()
-    labels = [f"{row['case']} : {row['peer_name']}" for row in rows]
-    ratios = [row["ratio"] for row in rows]
-    spread = [[row["ratio"] - row["ratio_low"] for row in rows], [row["ratio_high"] - row["ratio"] for row in rows]]
-    spread = [[max(value, 0.0) for value in side] for side in spread]
-    axes.barh(range(len(rows)), ratios, xerr=spread, color=["#2a7f62" if value >= 1 else "#b5651d" for value in ratios])
-    axes.set_yticks(range(len(rows)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    if max(ratios) > 20:
-        axes.set_xscale("log")
-    axes.set_xlabel("ratio to the peer (above 1: zeropp is better), median and quartiles", fontsize=8)
-    axes.set_title(bench, fontsize=10)
-    figure.savefig(target)
-
-
 def figures_page() -> str:
     """Draw all results, and return the page that shows them with the machines that they come from."""
     folder = PAGES / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["# Measured", "", "Contenders take turns on one machine, and a ratio is taken within each turn.", ""]
-    for bench, rows in sorted(results().items()):
-        usable = [row for row in rows if row.get("ratio")]
+    stored = [row for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")) for row in plot.read(path)]
+    for bench in sorted({row["bench"] for row in stored}):
+        usable = plot.newest(stored, bench)
         if not usable:
             continue
-        draw(bench, usable, folder / f"{bench}.svg")
+        plot.ratios(bench, usable).savefig(folder / f"{bench}.svg")
         machines = sorted({row["machine"] for row in usable})
         lines += [
             f"## {bench}",

@@ -16,6 +16,7 @@ COMMANDS = {
     "estimate": "bytes that a run will hold and move, and the bandwidth that it needs, before it runs",
     "bench-io": "the best I/O settings of a disk, and how near its limit they come",
     "analyse": "the difficulty of every sample of a dataset, for curriculum sampling",
+    "plot": "pictures of results of benchmarks, and of the metrics of a run",
     "verify": "is every byte of a checkpoint as it was saved",
     "export": "a checkpoint as safetensors files in the Hugging Face layout",
 }
