@@ -167,7 +167,7 @@ def _data_sampling(section: Mapping[str, Any], fields: dict[str, Any], paths: di
         raise not_yet(
             f"{SAMPLING}.dynamic_batching",
             dict(batching),
-            "batches by tokens are not built yet; set its enabled to false",
+            "set its enabled to false, and give the loader batch_sampler=zeropp.data.TokenBatchSampler(lengths, max_tokens=...)",
         )
     curriculum = _enabled(section, "curriculum_learning", SAMPLING, section)
     if curriculum is None:
