@@ -16,7 +16,7 @@
 struct zpp_grad_block {
     unsigned char *memory;
     size_t bytes;
-    zpp_event *left; /* the last use is over */
+    const struct zpp_unit_grad *sent; /* whose copy down was its last use; NULL: none was copied down */
     bool taken;
 };
 
@@ -28,7 +28,6 @@ static void fini(zpp_zero *zero) {
     struct zpp_grad_blocks *blocks = &zero->blocks;
     zpp_stream_destroy(blocks->down);
     for (size_t i = 0; i < blocks->count; i++) {
-        zpp_event_destroy(blocks->all[i]->left);
         if (blocks->all[i]->memory)
             zpp_device_free(zero->options.device, blocks->all[i]->memory, blocks->all[i]->bytes);
         free(blocks->all[i]);
@@ -48,8 +47,7 @@ static zpp_status make_block(zpp_zero *zero, size_t bytes, struct zpp_grad_block
     blocks->all[blocks->count++] = block;
     block->bytes = bytes;
     void *memory = NULL;
-    zpp_status status = zpp_event_create(zero->options.device, &block->left, err);
-    if (status == ZPP_OK) status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
     block->memory = memory;
     block->taken = status != ZPP_OK; /* for ever */
     blocks->bytes += status == ZPP_OK ? bytes : 0;
@@ -73,24 +71,24 @@ static zpp_status take(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     zpp_status status = ZPP_OK;
     if (grad->block) return ZPP_OK;
     if (!block) status = make_block(zero, bytes, &block, err);
-    if (status == ZPP_OK) status = zpp_stream_wait(zero->compute, block->left, NULL, err);
+    if (status == ZPP_OK && block->sent) status = zpp_stream_wait(zero->compute, block->sent->written, NULL, err);
     if (status != ZPP_OK) return status;
     block->taken = true;
     grad->block = block;
     return ZPP_OK;
 }
 
-static void give_block(struct zpp_unit_grad *grad) {
+/* `sent`: false where it was not copied down; then what uses it next comes after what used it, on the compute stream.
+ */
+static void give_block(struct zpp_unit_grad *grad, bool sent) {
+    grad->block->sent = sent ? grad : NULL;
     grad->block->taken = false;
     grad->block = NULL;
 }
 
-/* Not sent: what was launched on the compute stream may still use it. */
 static void give(zpp_zero *zero, struct zpp_unit_grad *grad) {
-    struct zpp_err ignored = ZPP_ERR_INIT;
-    if (!grad->block) return;
-    (void)zpp_event_record(grad->block->left, zero->compute, &ignored);
-    give_block(grad);
+    (void)zero;
+    if (grad->block) give_block(grad, false);
 }
 
 static unsigned char *memory(const zpp_zero *zero, const struct zpp_unit *unit) {
@@ -117,13 +115,12 @@ static zpp_status send(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
     struct zpp_grad_block *block = grad->block;
     zpp_stream *down = zero->blocks.down;
     if (grad->empty || !block) return ZPP_OK;
-    zpp_status status = zpp_event_record(block->left, zero->compute, err);
-    if (status == ZPP_OK) status = zpp_stream_wait(down, block->left, NULL, err);
+    zpp_status status = zpp_event_record(grad->written, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(down, grad->written, NULL, err);
     if (status == ZPP_OK)
         status = zpp_stream_copy(down, zpp_bucket_of(zero, grad->unit), block->memory, zpp_grad_whole_bytes(grad), err);
     if (status == ZPP_OK) status = zpp_event_record(grad->written, down, err);
-    if (status == ZPP_OK) status = zpp_event_record(block->left, down, err);
-    if (status == ZPP_OK) give_block(grad);
+    if (status == ZPP_OK) give_block(grad, true);
     return status;
 }
 
