@@ -285,13 +285,6 @@ def test_a_copy_is_a_plain_module() -> None:
     assert torch.equal(twin(x), wanted) and not torch.equal(model(x), wanted)
 
 
-def test_layer_tokens_of_a_step() -> None:
-    drop = TokenDrop(keep=Growth(128, 512, steps=4, multiple=128))
-    assert token_drop.layer_tokens(drop, 0, 8, 512, 10, 12) == 8 * (128 * 10 + 512 * 2)
-    assert token_drop.layer_tokens(drop, 100, 8, 512, 10, 12) == 8 * 512 * 12
-    assert token_drop.layer_tokens(drop, 100, 8, 256, 10, 12) == 8 * 256 * 12  # shorter sequences
-
-
 def test_tokens_are_kept_evenly() -> None:
     """Over 10,000 draws, each token equally often, and each pair of tokens."""
     draws, seq, keep = 10_000, 12, 5
@@ -380,3 +373,39 @@ def test_refuses_models() -> None:
         zeropp.ConfigError, match="Stack has 2 layers, and the first and the last of a stack work on all tokens"
     ):
         zeropp.prepare(short, None, drop)
+
+
+# -- DeepSpeed's names ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_deepspeeds_functions() -> None:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+    from zeropp.deepspeed.random_ltd import convert_to_random_ltd, remove_random_ltd_state_dict, save_without_random_ltd
+
+    schedule = {
+        "min_value": 4,
+        "max_value": 16,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 4, "seq_per_step": 4},
+    }
+    ltd = {"enabled": True, "total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2], "model_mask_name": None,
+           "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": schedule}  # fmt: skip
+    json = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 0},
+            "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}}  # fmt: skip
+    model = make("llama")
+    names = list(model.state_dict())
+    engine = zeropp.initialize(model=model, config=json)[0]
+    assert convert_to_random_ltd(engine, LlamaDecoderLayer) is engine
+    with pytest.raises(zeropp.ConfigError, match=r"layer 1, 'model\.layers\.1', is a LlamaDecoderLayer; wanted Linear"):
+        convert_to_random_ltd(engine, nn.Linear)
+    seen: list[int] = []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
+    for step in range(3):
+        engine.backward(engine(**batch(step)).logits.square().mean())
+        engine.step()
+    assert seen == [4, 4, 8]
+    assert list(save_without_random_ltd(engine)) == names
+    assert list(remove_random_ltd_state_dict({"h.1.random_ltd_layer.w": 1, "b": 2})) == ["h.1.w", "b"]
+    with pytest.raises(zeropp.ConfigError, match="random_ltd is not enabled in the configuration"):
+        convert_to_random_ltd(zeropp.prepare(make("llama"))[0], LlamaDecoderLayer)

@@ -113,6 +113,9 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.onebit.adam": {"optimizers": "OnebitAdam"},
     "deepspeed.runtime.fp16.onebit.lamb": {"optimizers": "OnebitLamb"},
     "deepspeed.runtime.fp16.onebit.zoadam": {"optimizers": "ZeroOneAdam"},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        "zeropp.deepspeed.random_ltd": "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict"
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"zeropp.deepspeed.data_analyzer": "DataAnalyzer"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed.schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
     "deepspeed.runtime.utils": {
@@ -230,8 +233,6 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
     (_SAMPLING, {
         "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
         "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
-        "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd "
-        "remove_random_ltd_state_dict",
         "deepspeed.runtime.data_pipeline.data_routing.scheduler": "RandomLTDScheduler",
         "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
         "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
