@@ -137,22 +137,25 @@ def _drawable(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def run_of(rows: list[Row]) -> Figure:
-    """Draw every number of a run over its steps, related ones in one panel."""
+def _panels(rows: list[Row]) -> list[tuple[str, list[str]]]:
+    """Return the panels of a run: titles, and the keys in each."""
     keys = list(dict.fromkeys(key for row in rows for key, value in row.items() if key != "step" and _drawable(value)))
     grouped = [(title, [key for key in keys if key in members]) for title, members in PANELS]
     named = {key for _, members in grouped for key in members}
-    panels = [(key, [key]) for key in keys if key not in named] + [
-        (title, members) for title, members in grouped if members
-    ]
+    alone = [(key, [key]) for key in keys if key not in named]
+    return alone + [(title, members) for title, members in grouped if members]
+
+
+def run_of(rows: list[Row]) -> Figure:
+    """Draw every number of a run over its steps, related ones in one panel."""
+    panels = _panels(rows)
     if not panels:
         raise ValueError("rows of a run without a number besides 'step'; wanted for example 'loss'")
     figure = _figure(8, 2.2 * len(panels))
     for at, (title, members) in enumerate(panels, 1):
         axes = figure.add_subplot(len(panels), 1, at)
-        for key in members:
-            for name, steps, values in _series(rows, key):
-                axes.plot(steps, values, label=name, linewidth=1.0)
+        for name, steps, values in (series for key in members for series in _series(rows, key)):
+            axes.plot(steps, values, label=name, linewidth=1.0)
         axes.set_ylabel(title, fontsize=8)
         if len(axes.lines) > 1:
             axes.legend(fontsize=7)
