@@ -72,8 +72,7 @@ def load(
     for bad, what in damaged.items():
         warnings.warn(f"zeropp.load: {bad} is damaged and was passed over for {folder}: {what}", stacklevel=2)
     ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder, strict))
-    if loader is not None:
-        ranks.all_do(lambda: loaders.check_fit(loader, content, engine.ranks, folder))
+    ranks.all_do(lambda: loaders.check_fit(loader, content, engine.ranks, folder))
     content["parameters"] = {**_without_values(engine), **content["parameters"]}
     with _Parts(folder, content) as parts:
 
@@ -105,9 +104,7 @@ def load(
             _restore_private(engine, content, parts)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
-        if loader is not None:
-            saved_by, state = loaders.own(content, engine.rank)
-            loader.load_state_dict(parts.plain(saved_by, state))
+        loaders.restore(loader, content, engine.rank, parts.plain)
         same_ranks = content["ranks"] == engine.ranks
         if same_ranks:
             random_state.restore(parts.plain(engine.rank, content["random"][engine.rank]))

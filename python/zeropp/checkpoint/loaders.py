@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks stand in their data: the states of loaders in a checkpoint."""
+"""The states of loaders in a checkpoint: the place of each rank in its data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ def check_fit(loader: Any, content: Mapping[str, Any], ranks: int, folder: Path)
     Raises:
         zeropp.CheckpointError: there is no loader in it, another class's, or one for each of another number of ranks.
     """
+    if loader is None:
+        return
     check(loader)
     saved = content.get("loader")
     kinds = sorted({"no loader" if one is None else one["class"] for one in saved or [None]})
@@ -55,8 +57,14 @@ def check_fit(loader: Any, content: Mapping[str, Any], ranks: int, folder: Path)
         )
 
 
-def own(content: Mapping[str, Any], rank: int) -> tuple[int, Any]:
-    """Return (the rank that saved it, state) of what this rank's loader goes on with."""
+def restore(loader: Any, content: Mapping[str, Any], rank: int, plain: Callable[[int, Any], Any]) -> None:
+    """Let this rank's loader go on; do nothing where there is none.
+
+    Args:
+        plain: reads data of a rank's file, given the rank and what the manifest has.
+    """
+    if loader is None:
+        return
     saved = content["loader"]
     place = rank if rank < len(saved) else 0
-    return place, saved[place]["state"]
+    loader.load_state_dict(plain(place, saved[place]["state"]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is trained on, and in which order: analysis of a dataset, curriculum sampling, batches by tokens.
+"""The data that a model is trained on, and their order: analysis of a dataset, curriculum sampling, batches by tokens.
 
 A name is loaded when it is first used.
 """

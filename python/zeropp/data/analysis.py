@@ -8,7 +8,6 @@ found the disk full, goes on there. Where several processes analyse to one path,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -31,6 +30,7 @@ from zeropp.data.index import (
     NAME,
     Index,
     fingerprint_of,
+    locked,
     open_index,
     require_free,
     write_index,
@@ -38,7 +38,7 @@ from zeropp.data.index import (
 )
 from zeropp.data.metrics import Metric
 from zeropp.errors import CheckpointError, ConfigError, counted, shown, what_it_is
-from zeropp.files.disk import disk, make_folders, storage_errors, write_text
+from zeropp.files.disk import disk, storage_errors, write_text
 from zeropp.files.heap_trim import byte_view
 
 BLOCK = 4096
@@ -102,30 +102,6 @@ def _check_dataset(dataset: Any) -> None:
         )
     if not 1 <= len(dataset) <= MOST_SAMPLES:
         raise ConfigError(f"analyse: the dataset has {counted(len(dataset), 'sample')}; wanted 1 to {MOST_SAMPLES:,}")
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder, which is made; the one that held it before may have removed it."""
-    while True:
-        with storage_errors(folder, 0):
-            make_folders(folder)
-            try:
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:
-                continue
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.info("zeropp.data.analyse: waits for the process that works in %s", folder)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(folder.stat(), os.fstat(descriptor)):
-                    yield
-                    return
-        finally:
-            os.close(descriptor)
 
 
 @dataclass

@@ -10,7 +10,6 @@ nothing is drawn by one rank for the others.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import inspect
 import json
@@ -29,9 +28,9 @@ from torch.utils.data import Sampler
 from zeropp import _C, elastic
 from zeropp.config.deepspeed_efficiency import FixedRoot
 from zeropp.config.efficiency import Growth, Schedule, Steps
-from zeropp.data.index import Index, open_index
+from zeropp.data.index import Index, locked, open_index
 from zeropp.errors import ConfigError, what_it_is
-from zeropp.files.disk import disk, make_folders, storage_errors
+from zeropp.files.disk import disk, storage_errors
 from zeropp.files.heap_trim import byte_view
 
 FIRST_DRAWS = 1 << 20
@@ -127,13 +126,14 @@ class CurriculumSampler(Sampler[list[int]]):
         ranks: int | None = None,
     ) -> None:
         self.index = index if isinstance(index, Index) else open_index(index)
-        for name, value, least in (("batch", batch, 1), ("seed", seed, 0), ("steps", steps, 1), ("step", step, 0)):
-            if not (
-                (isinstance(value, int) and not isinstance(value, bool) and value >= least) or value is steps is None
-            ):
-                raise ConfigError(
-                    f"CurriculumSampler: {name} {value!r} is not allowed; wanted a whole number >= {least}"
-                )
+        wanted = {
+            "batch": (batch, 1),
+            "seed": (seed, 0),
+            "step": (step, 0),
+            **({} if steps is None else {"steps": (steps, 1)}),
+        }
+        for name, (value, least) in wanted.items():
+            _check_whole(name, value, least)
         self.batch, self.seed, self.steps = batch, seed, steps
         self._bounds = {name: _bound(name, one) for name, one in metrics.items()}
         if dataset is not None:
@@ -179,8 +179,7 @@ class CurriculumSampler(Sampler[list[int]]):
 
     @step.setter
     def step(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"CurriculumSampler: step {value!r} is not allowed; wanted a whole number >= 0")
+        _check_whole("step", value, 0)
         self._step, self._micro = value, 0
 
     def of_step(self, step: int) -> list[int]:
@@ -255,9 +254,7 @@ class CurriculumSampler(Sampler[list[int]]):
             wanted *= 2
         wanted = min(wanted, self.steps or wanted)
         if not self._map(step):
-            with storage_errors(self._file, 4 * wanted * self.batch):
-                make_folders(self._file.parent)
-            with _locked(self._file.parent):
+            with locked(self._file.parent):
                 if not self._map(step):
                     self._make(wanted)
                     self._map(step)
@@ -329,6 +326,11 @@ class CurriculumSampler(Sampler[list[int]]):
         return torch.argsort(first, stable=True).to(torch.int32), admitted
 
 
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"CurriculumSampler: {name} {value!r} is not allowed; wanted a whole number >= {least}")
+
+
 def _bound(name: str, said: Any) -> Percentile | Value:
     if isinstance(said, (Percentile, Value)):
         return said
@@ -372,13 +374,3 @@ def _text(schedule: Schedule) -> str:
         return inspect.getsource(schedule)
     except (OSError, TypeError):
         return getattr(schedule, "__qualname__", type(schedule).__name__)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

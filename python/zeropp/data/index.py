@@ -10,11 +10,14 @@ The files are mapped when they are used, so that ranks of one host share their p
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ MOST_SAMPLES = (1 << 31) - 1
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _WRITE_BYTES = 16 << 20
 _PROBES = 64
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,30 @@ def write_index(
     if old is not None:
         disk.remove_tree(old)
     return open_index(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder, which is made; the one that held it before may have removed it."""
+    while True:
+        with storage_errors(folder, 0):
+            make_folders(folder)
+            try:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("zeropp.data: waits for the process that works in %s", folder)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                    yield
+                    return
+        finally:
+            os.close(descriptor)
 
 
 def require_free(folder: Path) -> None:

@@ -165,22 +165,27 @@ def _row(sample: Any, number: int, tokens: str) -> Any:
 
 def _flat(rows: list[Any], first: int) -> tuple[Tensor, Tensor]:
     try:
-        if all(isinstance(row, Tensor) for row in rows):
-            shapes = [row.shape for row in rows]
-            is_flat = all(len(shape) == 1 for shape in shapes)
-            lengths = [shape.numel() for shape in shapes]
-            flat = torch.cat(rows if is_flat else [row.reshape(-1) for row in rows])
-            if flat.is_floating_point():
-                raise TypeError(f"values of {flat.dtype}")
-            return flat.to(torch.int64), torch.tensor(lengths)
-        lists = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
-        flat = torch.tensor(array.array("q", itertools.chain.from_iterable(lists)), dtype=torch.int64)
-        return flat, torch.tensor([len(row) for row in lists])
+        return _flat_tensors(rows) if all(isinstance(row, Tensor) for row in rows) else _flat_lists(rows)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"analyse: samples {first} to {first + len(rows) - 1} have no rows of token numbers: {one_line(error)}; wanted samples that "
             "are mappings with 'input_ids', tensors, or lists of whole numbers, or metrics that are functions"
         ) from error
+
+
+def _flat_tensors(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    shapes = [row.shape for row in rows]
+    is_flat = all(len(shape) == 1 for shape in shapes)
+    flat = torch.cat(rows if is_flat else [row.reshape(-1) for row in rows])
+    if flat.is_floating_point():
+        raise TypeError(f"values of {flat.dtype}")
+    return flat.to(torch.int64), torch.tensor([shape.numel() for shape in shapes])
+
+
+def _flat_lists(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    lists = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    flat = torch.tensor(array.array("q", itertools.chain.from_iterable(lists)), dtype=torch.int64)
+    return flat, torch.tensor([len(row) for row in lists])
 
 
 def _sums(values: Tensor, lengths: Tensor) -> Tensor:

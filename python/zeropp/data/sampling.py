@@ -13,9 +13,8 @@ from torch.utils.data import Sampler
 
 from zeropp.config.deepspeed_efficiency import SAMPLING, Custom
 from zeropp.config.efficiency import Curriculum, Metric, Schedule
-from zeropp.data.analysis import locked
 from zeropp.data.curriculum import CurriculumSampler, Percentile, Value
-from zeropp.data.index import MANIFEST, Index, fingerprint_of, open_index, write_index
+from zeropp.data.index import MANIFEST, Index, fingerprint_of, locked, open_index, write_index
 from zeropp.data.indexed import values_of_samples
 from zeropp.errors import CheckpointError, ConfigError, shown
 from zeropp.files.disk import disk

@@ -76,26 +76,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        numbers = {
-            "max_tokens": max_tokens,
-            "micro_batches": micro_batches,
-            "min_batch": min_batch,
-            "max_batch": max_batch,
+        numbers = {"max_tokens": max_tokens, "micro_batches": micro_batches, "min_batch": min_batch}
+        numbers |= {
+            name: one for name, one in (("max_batch", max_batch), ("base_batch", base_batch)) if one is not None
         }
-        for name, value in {**numbers, "base_batch": base_batch}.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(
-                    f"TokenBatchSampler: {name} {shown(value)} is not allowed; wanted a whole number >= 1"
-                )
-        if max_batch is not None and max_batch < min_batch:
-            raise ConfigError(
-                f"TokenBatchSampler: max_batch {max_batch} is below min_batch {min_batch}; wanted at least it"
-            )
-        for name, said, allowed in (("order", order, ORDERS), ("scaling", scaling, SCALINGS)):
-            if said not in allowed:
-                raise ConfigError(
-                    f"TokenBatchSampler: {name} {shown(said)} is not allowed; wanted {', '.join(allowed)}"
-                )
+        _check(numbers, {"order": (order, ORDERS), "scaling": (scaling, SCALINGS)})
         self._mine, per_rank = _places(micro_batches, rank, ranks)
         sizes = torch.as_tensor(lengths)
         if sizes.dim() != 1 or not len(sizes) or not bool((sizes >= 0).all()):
@@ -173,6 +158,18 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"TokenBatchSampler: the state is inside step {state['step']} of other ranks; save between steps, or set step"
             )
         self._step, self._micro = state["step"], state["micro"]
+
+
+def _check(numbers: Mapping[str, int], choices: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"TokenBatchSampler: {name} {shown(value)} is not allowed; wanted a whole number >= 1")
+    most, least = numbers.get("max_batch", numbers["min_batch"]), numbers["min_batch"]
+    if most < least:
+        raise ConfigError(f"TokenBatchSampler: max_batch {most} is below min_batch {least}; wanted at least it")
+    for name, (said, allowed) in choices.items():
+        if said not in allowed:
+            raise ConfigError(f"TokenBatchSampler: {name} {shown(said)} is not allowed; wanted {', '.join(allowed)}")
 
 
 def _places(micro_batches: int, rank: int | None, ranks: int | None) -> tuple[list[int], int]:
