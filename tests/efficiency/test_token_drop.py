@@ -285,6 +285,13 @@ def test_a_copy_is_a_plain_module() -> None:
     assert torch.equal(twin(x), wanted) and not torch.equal(model(x), wanted)
 
 
+def test_layer_tokens_of_a_step() -> None:
+    drop = TokenDrop(keep=Growth(128, 512, steps=4, multiple=128))
+    assert token_drop.layer_tokens(drop, 0, 8, 512, 10, 12) == 8 * (128 * 10 + 512 * 2)
+    assert token_drop.layer_tokens(drop, 100, 8, 512, 10, 12) == 8 * 512 * 12
+    assert token_drop.layer_tokens(drop, 100, 8, 256, 10, 12) == 8 * 256 * 12  # shorter sequences
+
+
 def test_tokens_are_kept_evenly() -> None:
     """Over 10,000 draws, each token equally often, and each pair of tokens."""
     draws, seq, keep = 10_000, 12, 5

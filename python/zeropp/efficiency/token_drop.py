@@ -210,6 +210,21 @@ def dropping_layers(model: nn.Module, drop: TokenDrop) -> tuple[list[tuple[int, 
     return [(number, *every[number]) for number in chosen], len(every)
 
 
+def layer_tokens(drop: TokenDrop, step: int, batch: int, seq: int, dropping: int, count: int) -> int:
+    """Return the tokens that all layers of a step work on together, for a global batch of ``batch`` sequences of ``seq`` tokens.
+
+    Args:
+        drop: the schedule of kept tokens.
+        step: of the optimizer, counted from 0.
+        batch: samples of a step over all ranks.
+        seq: tokens of each sample.
+        dropping: how many layers drop tokens.
+        count: how many layers there are.
+    """
+    kept = min(count_at("TokenDrop.keep", drop.keep, step), seq)
+    return batch * (kept * dropping + seq * (count - dropping))
+
+
 class TokenDropping:
     """The choice of the tokens that one prepared model's layers keep."""
 
