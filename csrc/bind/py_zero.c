@@ -477,11 +477,12 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
     (void)unused;
     struct zpp_zero_memory memory;
     zpp_zero_memory(((Zero *)self)->core, &memory);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes, "gathered",
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes, "gathered",
                          (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes, "buckets",
                          (Py_ssize_t)memory.bucket_bytes, "buckets_peak", (Py_ssize_t)memory.bucket_peak_bytes,
                          "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes, "on_disk",
-                         (Py_ssize_t)memory.on_disk_bytes);
+                         (Py_ssize_t)memory.on_disk_bytes, "pinned", (Py_ssize_t)memory.pinned_bytes, "resident",
+                         (Py_ssize_t)memory.resident_bytes, "blocks", (Py_ssize_t)memory.block_bytes);
 }
 
 static PyObject *zero_gather_ns(PyObject *self, PyObject *unused) {

@@ -440,6 +440,9 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .param_bytes = zero->params_bytes + zero->wire.qcopies_bytes + zero->host_bytes / ranks,
         .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
+        .pinned_bytes = zero->pinned.bytes,
+        .resident_bytes = zero->resident_bytes,
+        .block_bytes = zero->blocks.bytes,
     };
     zero->placement->count_memory(zero, out);
     zero->store->count_memory(zero, out);

@@ -191,6 +191,9 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """Return bytes of model states on this rank: ``{"cpu": {kind: {"planned": bytes, "held": bytes}}, "parameters":
     n, ...}``; with states or parameters offloaded also ``"nvme"``, the same of the scratch files.
 
+    Beside an accelerator there are ``"device"``, its memory, and where shards are on the host ``"pinned"``: page-locked
+    memory, of which kind ``page_locked`` is all that this rank locked, the shards and buckets of all ranks.
+
     Kinds: ``params``, ``grads``, ``master`` (fp32 copy), ``optimizer``; and what comes and goes, held only: ``gathered`` (units
     whole now), ``buckets`` (memory of gradients on their way; it stays for the next ones; ``buckets_peak``: the most that were under
     way at once), ``tier_buffers`` (what an offloaded step streams through, planned, too), ``activations``
@@ -210,6 +213,7 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         planned["cpu", "tier_buffers"] = _planned_buffers(engine)
     parameters = sum(e.numel for u in engine.units for e in u.params)
     held_states = sum(size for (_, kind), size in held.items() if kind in _STATES)
+    planned, held = _tiers(engine, planned), _tiers(engine, held)
     total = {"planned": sum(paper.values()), "held": held_states}
     return {
         **_by_tier(planned, held),
@@ -218,11 +222,29 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     }
 
 
+#: Kinds in memory of an accelerator, where shards are there; and those in page-locked memory where shards are beside it.
+_ON_DEVICE = {*_STATES, *_PASSING, "scratch"}
+_PINNED = {"params", "grads", "buckets", "buckets_peak"}
+
+
+def _tiers(engine: Engine, sizes: Bytes) -> Bytes:
+    """Return sizes under the tiers that they have beside an accelerator; those that the stores call "cpu" are on the device or pinned."""
+    if engine.device.type == "cpu":
+        return sizes
+    named = {"pinned": _PINNED, "device": {"gathered"}} if engine.offloads else {"device": _ON_DEVICE}
+    tier_of = {kind: tier for tier, kinds in named.items() for kind in kinds}
+    return {(tier_of.get(kind, tier) if tier == "cpu" else tier, kind): size for (tier, kind), size in sizes.items()}
+
+
 def _held(engine: Engine) -> Bytes:
     held = _summed(part.held_bytes(engine) for part in engine.parts)
     held |= {("cpu", kind): engine.core.memory()[kind] for kind in _PASSING}
     if not held.get(("cpu", "checksums")):
         held.pop(("cpu", "checksums"), None)
+    if engine.offloads:
+        memory = engine.core.memory()
+        held |= {("device", "params"): memory["resident"], ("device", "buckets"): memory["blocks"]}
+        held["pinned", "page_locked"] = memory["pinned"]
     return held
 
 
