@@ -38,3 +38,17 @@ def test_offloaded_shards_are_pinned_and_gathered_units_are_on_the_device() -> N
 def test_the_cpu_has_one_tier() -> None:
     model, _ = zeropp.prepare(nn.Linear(4, 4), None, zeropp.Config())
     assert {"device", "pinned"}.isdisjoint(zeropp.memory(model))
+
+
+@on_ranks(1, 2, devices=("sim",))
+def test_shards_of_a_device_are_there() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(units=[nn.Linear], prefetch=0))
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    found, shards = zeropp.memory(model), 6 * WIDTH * WIDTH * 4 // dist.get_world_size()
+    device = found["device"]
+    assert device["params"] == {"planned": shards, "held": shards}
+    assert device["optimizer"] == {"planned": 2 * shards, "held": 2 * shards}
+    assert "pinned" not in found and not found.get("cpu", {}).get("params")
