@@ -100,7 +100,7 @@ struct device_pieces {
     size_t count;
     zpp_device *device;
     double *memory; /* on the device: the sums, then the work of the kernels */
-    double *sums;   /* the same on the host */
+    double *sums;   /* the same on the host, pinned */
 };
 
 static void drop_device_pieces(struct device_pieces *all) {
@@ -108,7 +108,6 @@ static void drop_device_pieces(struct device_pieces *all) {
     free(all->firsts);
     free(all->units);
     free(all->params);
-    free(all->sums);
 }
 
 static bool append_unit(const struct zpp_stepper *stepper, int unit, int rank, struct device_pieces *all) {
@@ -132,9 +131,8 @@ static bool make_device_pieces(const struct zpp_stepper *stepper, int rank, stru
     *all = (struct device_pieces){.segments = calloc(most, sizeof *all->segments),
                                   .firsts = calloc(most + 1, sizeof *all->firsts),
                                   .units = calloc(most, sizeof *all->units),
-                                  .params = calloc(most, sizeof *all->params),
-                                  .sums = calloc(most, sizeof *all->sums)};
-    bool memory = all->segments && all->firsts && all->units && all->params && all->sums;
+                                  .params = calloc(most, sizeof *all->params)};
+    bool memory = all->segments && all->firsts && all->units && all->params;
     for (int u = 0; u < stepper->units_count && memory; u++) memory = append_unit(stepper, u, rank, all);
     return memory;
 }
@@ -146,25 +144,56 @@ static zpp_status run_sums(void *arg, void *native, const struct zpp_wait *wait,
                                 all->memory, err);
 }
 
-/* The host waits for the sums, which are a few bytes. */
+static void drop_memory(struct zpp_norm_memory *norm) {
+    if (norm->memory) zpp_device_free(norm->device, norm->memory, norm->bytes);
+    if (norm->host_bytes) zpp_device_unpin(norm->device, norm->host);
+    free(norm->host);
+    norm->memory = norm->host = NULL;
+    norm->bytes = norm->host_bytes = 0;
+}
+
+void zpp_norm_memory_free(struct zpp_norm_memory *norm) {
+    if (!norm) return;
+    drop_memory(norm);
+    if (norm->done) zpp_event_destroy(norm->done);
+    free(norm);
+}
+
+/* Room for `bytes` on the device and `host_bytes` on the host, which stays: to free memory of a GPU waits for all of
+ * its streams, and to copy to memory that is not pinned waits for the copy. */
+static zpp_status reserve(struct zpp_norm_memory *norm, zpp_device *device, size_t bytes, size_t host_bytes,
+                          struct zpp_err *err) {
+    enum { PAGE_BYTES = 4096 }; /* what is pinned is whole pages */
+    host_bytes = (host_bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+    norm->device = device;
+    zpp_status status = norm->done ? ZPP_OK : zpp_event_create(device, &norm->done, err);
+    if (status != ZPP_OK || (bytes <= norm->bytes && host_bytes <= norm->host_bytes)) return status;
+    drop_memory(norm);
+    norm->host = aligned_alloc(PAGE_BYTES, host_bytes);
+    if (!norm->host) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the sums of a norm");
+    status = zpp_device_pin(device, norm->host, host_bytes, err);
+    if (status != ZPP_OK) return status;
+    norm->host_bytes = host_bytes;
+    status = zpp_device_alloc(device, bytes, &norm->memory, err);
+    if (status == ZPP_OK) norm->bytes = bytes;
+    return status;
+}
+
+/* The host waits once, for the sums, which are a few bytes. */
 static zpp_status sum_on_device(const struct zpp_stepper *stepper, struct device_pieces *all,
                                 const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_stream *compute = zpp_zero_compute(stepper->zero);
+    struct zpp_norm_memory *norm = stepper->norm;
     const size_t work_elems = zpp_norm_groups_work_elems(all->segments, all->count);
-    const size_t bytes = (all->count + work_elems + 1) * sizeof(double);
-    zpp_event *done = NULL;
-    void *memory = NULL;
+    const size_t sums_bytes = all->count * sizeof(double);
     all->device = zpp_stream_device(compute);
-    zpp_status status = zpp_event_create(all->device, &done, err);
-    if (status == ZPP_OK) status = zpp_device_alloc(all->device, bytes, &memory, err);
-    all->memory = memory;
+    zpp_status status = reserve(norm, all->device, sums_bytes + (work_elems + 1) * sizeof(double), sums_bytes, err);
+    all->memory = norm->memory;
+    all->sums = norm->host;
     if (status == ZPP_OK) status = zpp_stream_launch(compute, run_sums, &all, sizeof(struct device_pieces *), err);
-    if (status == ZPP_OK) status = zpp_stream_copy(compute, all->sums, memory, all->count * sizeof(double), err);
-    if (status == ZPP_OK) status = zpp_event_record(done, compute, err);
-    if (status == ZPP_OK) status = zpp_event_sync(done, wait, err);
-    if (memory) zpp_device_free(all->device, memory, bytes);
-    zpp_event_destroy(done);
-    return status;
+    if (status == ZPP_OK) status = zpp_stream_copy(compute, all->sums, norm->memory, sums_bytes, err);
+    if (status == ZPP_OK) status = zpp_event_record(norm->done, compute, err);
+    return status == ZPP_OK ? zpp_event_sync(norm->done, wait, err) : status;
 }
 
 static zpp_status measure_on_device(const struct zpp_stepper *stepper, int rank, struct zpp_shard_norm *row,

@@ -13,9 +13,12 @@
 
 zpp_status zpp_stepper_init(zpp_zero *zero, zpp_pool *pool, struct zpp_stepper *out, struct zpp_err *err) {
     const int count = zpp_zero_units(zero);
-    *out = (struct zpp_stepper){ .zero = zero, .pool = pool, .units_count = count,
-                                 .units = calloc((size_t)count + 1, sizeof *out->units) };
-    bool memory = out->units;
+    *out = (struct zpp_stepper){.zero = zero,
+                                .pool = pool,
+                                .units_count = count,
+                                .units = calloc((size_t)count + 1, sizeof *out->units),
+                                .norm = calloc(1, sizeof *out->norm)};
+    bool memory = out->units && out->norm;
     for (int i = 0; i < count && memory; i++) {
         struct zpp_step_unit *unit = &out->units[i];
         unit->unit = zpp_zero_unit(zero, i);
@@ -33,6 +36,7 @@ void zpp_stepper_fini(struct zpp_stepper *stepper) {
         free(stepper->units[i].states.groups);
     }
     free(stepper->units);
+    zpp_norm_memory_free(stepper->norm);
     *stepper = (struct zpp_stepper){ 0 };
 }
 

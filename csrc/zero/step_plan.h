@@ -43,12 +43,23 @@ struct zpp_step_unit {
     unsigned char *back_buffer; /* borrowed; where a delayed step puts new values of the shard; fp32: the master */
 };
 
+/* Memory for the sums of gradients on a device: made by the first norm, and larger when there are more gradients. */
+struct zpp_norm_memory {
+    zpp_device *device; /* NULL: there is none yet */
+    zpp_event *done;
+    void *memory; /* of the device */
+    size_t bytes;
+    void *host; /* pinned */
+    size_t host_bytes;
+};
+
 struct zpp_stepper {
     zpp_zero *zero;             /* borrowed */
     zpp_pool *pool;             /* borrowed; NULL: one thread */
     zpp_optim_file *optim_file; /* borrowed; NULL: all states are in memory */
     struct zpp_step_unit *units;
     int units_count;
+    struct zpp_norm_memory *norm; /* owned */
 };
 
 /* Fill `out` for a sealed coordinator; end with zpp_stepper_fini (all zero is fine). */
@@ -57,6 +68,9 @@ void zpp_stepper_fini(struct zpp_stepper *stepper);
 
 /* True if gradients are local, false if they are sharded. */
 bool zpp_zero_grads_are_local(const zpp_zero *zero);
+
+/* The memory of a device for its norm, after all work on it; NULL is fine (norm.c). */
+void zpp_norm_memory_free(struct zpp_norm_memory *memory);
 
 /* --- shards ------------------------------------------------------------------------------------------------------- */
 
