@@ -244,6 +244,24 @@ def test_it_is_a_batch_sampler_of_torch(index: Index, tmp_path: Path, workers: i
     assert got == [[dataset.rows[i] for i in sampler.of_step(step)] for step in range(25)]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_accelerate_shares_the_lists(index: Index, tmp_path: Path, ranks: int) -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    dataset, got = Rows(SAMPLES), []
+    for rank in range(ranks):
+        sampler = CurriculumSampler(
+            index, {"length": TO_ALL}, batch=16, micro_batch=2, steps=12, order_path=tmp_path, rank=0, ranks=1
+        )
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, collate_fn=list)
+        shared = accelerate.prepare_data_loader(loader, num_processes=ranks, process_index=rank, put_on_device=False)
+        got.append([[row["input_ids"].tolist() for row in batch] for batch in shared])
+    whole_run = CurriculumSampler(index, {"length": TO_ALL}, batch=16, steps=12, order_path=tmp_path)
+    per_step = 8 // ranks
+    for step in range(12):
+        rows = [row for mine in got for batch in mine[step * per_step : (step + 1) * per_step] for row in batch]
+        assert sorted(rows) == sorted(dataset.rows[sample] for sample in whole_run.of_step(step))
+
+
 @on_ranks(2)
 def test_ranks_with_different_indexes_name_both() -> None:
     rank, folder = dist.get_rank(), common_folder()

@@ -91,7 +91,8 @@ class CurriculumSampler(Sampler[list[int]]):
         step: the first step that it gives; a resumed run gives the step at which it goes on.
         dataset: compared with the one that was analysed.
         order_path: folder of the order's file; default ``orders`` in the index.
-        rank, ranks: default: of the process group, or 0 and 1 without one.
+        rank, ranks: default: of the process group, or 0 and 1 without one. Accelerate and Trainer share the lists of a batch sampler
+            themselves: there give 0 and 1, and ``micro_batch``, on every rank.
 
     Attributes:
         step: of the next list; may be set.
@@ -139,6 +140,7 @@ class CurriculumSampler(Sampler[list[int]]):
         if dataset is not None:
             self.index.check_dataset(dataset)
         self.micro_batches = elastic.share(batch, micro_batch or batch, rank=rank, ranks=ranks)
+        self.batch_size, self.drop_last = len(self.micro_batches[0].sequences), True  # what Accelerate reads
         self._parts = [(one.sequences.start, one.sequences.stop) for one in self.micro_batches]
         folder = Path(order_path) if order_path is not None else self.index.path / "orders"
         self._file = folder / f"{self._key()}.order"
