@@ -83,6 +83,7 @@ static struct CUevent_st *events;
 static struct waiter *waiters;
 static uint64_t lazy_streams, seed, orders, last_call_ns, idle_ns;
 static bool one_queue;
+static int left_out_waiter = SIM_NOBODY, left_out_source;
 static struct sim_counts counts;
 static struct sim_host_wait reasons[MOST_REASONS];
 static __thread const char *because;
@@ -467,7 +468,21 @@ int sim_device_synchronize(int device) {
 
 bool (*sim_leave_out)(const struct sim_wait *wait);
 
-static bool left_out(struct sim_wait wait) { return sim_leave_out && sim_leave_out(&wait); }
+void sim_leave_out_between(int waiter, int source) {
+    enter();
+    left_out_waiter = waiter;
+    left_out_source = source;
+    leave(ZPP_CU_SUCCESS);
+}
+
+static bool is_left_out(int waiter, const struct CUstream_st *source) {
+    return left_out_waiter == waiter && source->number == left_out_source;
+}
+
+static bool left_out(struct sim_wait wait) {
+    if (wait.after && is_left_out(wait.stream->number, wait.after)) return true;
+    return sim_leave_out && sim_leave_out(&wait);
+}
 
 int sim_stream_wait(sim_stream stream, sim_event event) {
     enter();
@@ -557,11 +572,16 @@ int sim_event_record(sim_event event, sim_stream stream) {
     return leave(ZPP_CU_SUCCESS);
 }
 
+/* What the host waits for; NULL: nothing. */
+static struct mark *awaited(const struct CUevent_st *event) {
+    return event->mark && !is_left_out(SIM_HOST, event->mark->stream) ? event->mark : NULL;
+}
+
 int sim_event_query(sim_event event) {
     enter();
     counts.queries++;
     if (event->dead) return leave(INVALID_HANDLE);
-    struct mark *mark = event->mark;
+    struct mark *mark = awaited(event);
     if (mark && !mark->done && ++event->asked > PATIENCE) {
         if (event->asked == PATIENCE + 1) note_host_wait("cuEventQuery, again and again");
         mark->references++;
@@ -580,7 +600,7 @@ int sim_event_synchronize(sim_event event) {
     enter();
     if (event->dead) return leave(INVALID_HANDLE);
     note_host_wait("cuEventSynchronize");
-    struct mark *mark = event->mark;
+    struct mark *mark = awaited(event);
     if (mark) {
         mark->references++;
         await_mark(mark, 0);
