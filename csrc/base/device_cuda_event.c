@@ -19,7 +19,8 @@ struct cuda_event {
     zpp_event *enqueued;        /* of the host queue where it was recorded */
     bool queued;                /* it was recorded on a queue: `enqueued` counts */
     char stream_name[ZPP_STREAM_NAME_BYTES]; /* where it was recorded, for messages */
-    struct zpp_err error;       /* of that stream, when it was recorded; a queue's own error comes by `enqueued` */
+    /* Of that stream, when it was recorded; a queue's own error comes by `enqueued`. Guarded by the device's lock. */
+    struct zpp_err error;
 };
 
 /* What an event stands for at one moment: the next record changes the event, not this. */
@@ -50,6 +51,14 @@ static struct view look_at(struct zpp_cuda_device *cuda, const struct cuda_event
     if (view.mark) view.mark->references += 1;
     pthread_mutex_unlock(&cuda->lock);
     return view;
+}
+
+static zpp_status error_of(struct zpp_cuda_device *cuda, const struct cuda_event *event, struct zpp_err *out) {
+    pthread_mutex_lock(&cuda->lock);
+    const struct zpp_err error = event->error;
+    pthread_mutex_unlock(&cuda->lock);
+    if (error.status && out) *out = error;
+    return error.status;
 }
 
 static zpp_status make_mark(struct zpp_cuda_device *cuda, struct zpp_cuda_mark **out, struct zpp_err *err) {
@@ -170,7 +179,9 @@ zpp_status zpp_cuda_record(zpp_event *base, zpp_stream *base_stream, struct zpp_
     memcpy(event->stream_name, stream->name, sizeof event->stream_name);
     /* A stream that has ended drops its operations with their references; the device frees those marks at its end. */
     status = zpp_cuda_enqueue(stream, record_op, &record, sizeof record, err);
+    pthread_mutex_lock(&cuda->lock);
     event->error = stream->error;
+    pthread_mutex_unlock(&cuda->lock);
     return queued ? zpp_host_record(event->enqueued, stream->queue, err) : status;
 }
 
@@ -204,7 +215,7 @@ zpp_status zpp_cuda_wait(zpp_stream *base_stream, zpp_event *base, const struct 
     struct cuda_event *event = (struct cuda_event *)base;
     struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base_stream;
     struct zpp_cuda_device *cuda = zpp_cuda_of(base->device);
-    if (!stream->error.status && event->error.status) stream->error = event->error; /* what is before it failed */
+    if (!stream->error.status) (void)error_of(cuda, event, &stream->error); /* what is before it failed */
     if (stream->error.status) {
         if (err) *err = stream->error;
         return stream->error.status;
@@ -214,10 +225,10 @@ zpp_status zpp_cuda_wait(zpp_stream *base_stream, zpp_event *base, const struct 
 }
 
 /* Query, spin for a short time, then query between short sleeps, so that ticks and timeouts work: with
- * cuEventSynchronize neither would. */
+ * cuEventSynchronize neither would. The wait began at start_ns: its timeout covers the host part before, too. */
 static zpp_status await_native(struct zpp_cuda_device *cuda, const struct cuda_event *event,
-                               const struct zpp_cuda_mark *mark, const struct zpp_wait *wait, struct zpp_err *err) {
-    const uint64_t start_ns = zpp_now_ns();
+                               const struct zpp_cuda_mark *mark, const struct zpp_wait *wait, uint64_t start_ns,
+                               struct zpp_err *err) {
     uint64_t tick_ns = start_ns + TICK_NS;
     for (;;) {
         const CUresult result = cuda->api->cuEventQuery(mark->native);
@@ -243,17 +254,16 @@ static zpp_status await_native(struct zpp_cuda_device *cuda, const struct cuda_e
 zpp_status zpp_cuda_sync(zpp_event *base, const struct zpp_wait *wait, struct zpp_err *err) {
     struct cuda_event *event = (struct cuda_event *)base;
     struct zpp_cuda_device *cuda = zpp_cuda_of(base->device);
-    if (event->error.status) {
-        if (err) *err = event->error;
-        return event->error.status;
-    }
+    zpp_status status = error_of(cuda, event, err);
+    if (status) return status;
     const struct view view = look_at(cuda, event);
     if (!view.mark) return ZPP_OK;
     bool pushed;
-    zpp_status status = view.queued ? zpp_host_sync(event->enqueued, wait, err) : ZPP_OK;
+    const uint64_t start_ns = zpp_now_ns();
+    if (view.queued) status = zpp_host_sync(event->enqueued, wait, err);
     if (!status) status = zpp_cuda_enter(cuda, &pushed, err);
     if (!status) {
-        status = await_native(cuda, event, view.mark, wait, err);
+        status = await_native(cuda, event, view.mark, wait, start_ns, err);
         zpp_cuda_leave(cuda, pushed);
     }
     drop_mark(cuda, view.mark);

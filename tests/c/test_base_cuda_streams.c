@@ -95,6 +95,36 @@ static void a_queue_does_not_block_its_caller(void) {
     end_device(device);
 }
 
+static zpp_status after_900_ms(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)arg, (void)native, (void)err;
+    if (!wait) return ZPP_AGAIN;
+    CHECK_EQUAL(nanosleep(&(struct timespec){0, 900000000}, NULL), 0);
+    return ZPP_OK;
+}
+
+/* The host part of the queue takes most of the timeout, and the native part never ends: one timeout covers both. */
+static void a_timeout_covers_the_queue_and_the_gpu(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = new_device();
+    struct three all = new_streams(device);
+    const struct zpp_wait one_second = {1000000000u, NULL, NULL};
+    uint64_t *counter;
+    SIM(sim_set_schedule)(0, 0);
+    CHECK_OK(zpp_cuda_host_alloc(device, sizeof *counter, (void **)&counter, &err));
+    *counter = 0;
+    CHECK_OK(zpp_stream_launch(all.queue, after_900_ms, NULL, 0, &err));
+    CHECK_OK(zpp_stream_await(all.queue, counter, 1, NULL, &err));
+    CHECK_OK(zpp_event_record(all.event, all.queue, &err));
+    const uint64_t start_ns = zpp_now_ns();
+    CHECK_EQUAL(zpp_event_sync(all.event, &one_second, &err), ZPP_TIMEOUT);
+    CHECK(zpp_now_ns() - start_ns < 1600000000u);
+    *counter = 1;
+    CHECK_OK(zpp_event_sync(all.event, &ten_seconds, &err));
+    zpp_cuda_host_free(device, counter);
+    end_streams(&all);
+    end_device(device);
+}
+
 static void a_stream_without_a_queue_drives_the_other(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_device *device = new_device();
@@ -226,9 +256,13 @@ static void a_change_of_stream_keeps_the_order(void) {
 int main(int argc, char **argv) {
     sim_gpu_load();
     static const struct test_case cases[] = {
-        TEST(a_queue_does_not_block_its_caller), TEST(a_stream_without_a_queue_drives_the_other),
-        TEST(a_queue_that_ends_ends_what_waits_for_it), TEST(counters_order_streams),
-        TEST(a_change_of_stream_keeps_the_order), {0},
+        TEST(a_queue_does_not_block_its_caller),
+        TEST(a_timeout_covers_the_queue_and_the_gpu),
+        TEST(a_stream_without_a_queue_drives_the_other),
+        TEST(a_queue_that_ends_ends_what_waits_for_it),
+        TEST(counters_order_streams),
+        TEST(a_change_of_stream_keeps_the_order),
+        {0},
     };
     return test_main(argc, argv, cases);
 }
