@@ -29,7 +29,7 @@ from zeropp.comm.collective import Ranks
 from zeropp.errors import ConfigError
 from zeropp.zero.engine import engine_of
 
-__all__ = ["MicroBatch", "resume", "share"]
+__all__ = ["MicroBatch", "place", "resume", "share"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,15 @@ class MicroBatch:
     rank does as many backwards."""
     weight: float
     """What the mean loss of these sequences is multiplied by before ``backward``."""
+
+
+def place(model: nn.Module, micro_batch: MicroBatch) -> None:
+    """Say which sequences of the step's batch the next forward of a prepared model works on.
+
+    Call it before each forward of a loop over :func:`share` with ``Efficiency(token_drop=)``: the tokens that a layer keeps depend on a
+    sequence's place in the batch. Without it sequences are numbered micro-step by micro-step, and rank by rank within each.
+    """
+    engine_of(model).clock.place = micro_batch.sequences.start
 
 
 def share(batch: int, micro_batch: int, *, rank: int | None = None, ranks: int | None = None) -> list[MicroBatch]:

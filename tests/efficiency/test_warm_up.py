@@ -14,7 +14,7 @@ import pytest
 import torch
 import zeropp
 from helpers.launch import run_ranks
-from zeropp import Config, Efficiency, Growth, elastic
+from zeropp import Config, Efficiency, Growth, TokenDrop, elastic
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
@@ -88,6 +88,32 @@ def curve(rank: int, ranks: int, folder: str, accumulate: int, stage: int, kill_
     return found
 
 
+def dropping(rank: int, ranks: int, accumulate: int) -> list[float]:
+    """Train with tokens dropped and sequences cut; return the loss of each step."""
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    share = elastic.share(ROWS, -(-ROWS // ranks // accumulate), rank=rank, ranks=ranks)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=4, heads=4, width=32, context=CONTEXT))
+    efficiency = Efficiency(seq_length=SCHEDULE, token_drop=TokenDrop(keep=Growth(2, CONTEXT, steps=12)))
+    model, optimizer = zeropp.prepare(model, adamw(model), Config(accumulate=len(share), efficiency=efficiency))
+    found = []
+    for step in range(4):
+        total = torch.zeros(())
+        for part in share:
+            rows = [tensor[part.sequences.start : part.sequences.stop] for tensor in batch(step)]
+            elastic.place(model, part)
+            loss = part.weight * model(*zeropp.data.cut(rows, model))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.detach() / len(share) / ranks
+        if ranks > 1:
+            torch.distributed.all_reduce(total)
+        found.append(total.item())
+    return found
+
+
 def check(found: list[list[float]], first: int = 0) -> None:
     assert [length for _, length in found] == LENGTHS[first:]
     assert [loss for loss, _ in found] == pytest.approx(plain()[first:], abs=FP32)
@@ -97,6 +123,16 @@ def check(found: list[list[float]], first: int = 0) -> None:
 def test_equals_plain_torch_over_batches_cut_by_hand(ranks: int, accumulate: int, stage: int, tmp_path: Path) -> None:
     for outcome in run_ranks(ranks, curve, str(tmp_path / "ckpt"), accumulate, stage, -1):
         check(outcome.value)
+
+
+def test_shares_of_any_number_of_ranks_keep_the_same_tokens() -> None:
+    one, *others = [
+        outcome.value
+        for ranks, micro in ((1, 1), (1, 3), (2, 1), (2, 3))
+        for outcome in run_ranks(ranks, dropping, micro)
+    ]
+    for other in others:
+        assert other == pytest.approx(one, abs=FP32)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

@@ -22,6 +22,8 @@ class Clock:
         self._core = core
         self._ended_at = 0
         self._inside: bool | None = None
+        self.place: int | None = None
+        """The place in the global batch of the next forward's first sample, where the loop says it: ``zeropp.elastic.place``."""
 
     @property
     def micro_step(self) -> int:
@@ -39,13 +41,17 @@ class Clock:
     def first_sample(self, batch: int) -> int:
         """Return the place in the global batch of this rank's first sample, for a micro-batch of ``batch`` samples on every rank.
 
-        Micro-steps follow one another, and ranks within them: sample i of this micro-batch has the place first_sample + i.
+        Micro-steps follow one another, and ranks within them: sample i of this micro-batch has the place first_sample + i. A loop
+        that splits batches otherwise sets :attr:`place`.
         """
+        if self.place is not None:
+            return self.place
         return (self.micro_step * self.ranks + self.rank) * batch
 
     def tick(self, taken: bool) -> None:
         """Note the end of a step of the optimizer, and whether it was taken."""
         self.step += int(taken)
+        self.place = None
         self._ended_at = int(self._core.backwards)
 
     def restore(self, step: int) -> None:
