@@ -138,7 +138,7 @@ def _spread(engine: Engine, units: list[Unit]) -> None:
     if engine.comm is not None:
         engine.comm.barrier()
     for unit in units:
-        if unit.place in (SHARD, FILE):
+        if unit.place in (SHARD, FILE) or engine.offloads:
             unit.core.keep_shard()
         if unit.has_master:
             _refresh_master(unit)
@@ -149,7 +149,7 @@ def _refresh_master(unit: Unit) -> None:
 
     def change(first: int, master: torch.Tensor) -> bool:
         begin = unit.begin_elems + first
-        own = unit.whole[begin : begin + master.numel()]
+        own = unit.whole[begin : begin + master.numel()].to(master.device)
         changed = master.to(own.dtype) != own
         master[changed] = own[changed].float()
         return bool(changed.any())
