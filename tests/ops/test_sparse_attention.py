@@ -434,5 +434,18 @@ def test_one_graph_under_compile() -> None:
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, twins, strict=True))  # type: ignore[arg-type]
 
 
+def test_dropout_is_in_the_graph() -> None:
+    q, k, v, _ = random_qkv(1, 2, 70, 16, torch.float32, 1)
+    layout = nn.Local(block=16).layout(2, 70)
+    compiled = torch.compile(
+        lambda: ops.sparse_attention(q, k, v, layout, dropout=0.5), fullgraph=True, backend="aot_eager"
+    )
+    results = []
+    for call in (compiled, lambda: ops.sparse_attention(q, k, v, layout, dropout=0.5)):
+        torch.manual_seed(2)
+        results.append(call())
+    assert torch.equal(*results)
+
+
 def test_a_module_shows_its_pattern() -> None:
     assert zeropp.nn is nn and repr(nn.SparseAttention(nn.Local())).startswith("SparseAttention(Local(block=64")

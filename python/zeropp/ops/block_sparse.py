@@ -15,6 +15,7 @@ __all__ = ["SparseLayout", "sparse_attention"]
 
 BLOCKS = (16, 32, 64, 128)
 MAX_DIM = 512
+MOST_SEED = (1 << 63) - 1
 _INT32 = (torch.int32,)
 _BOOL = (torch.bool,)
 _INT64 = (torch.int64,)
@@ -172,8 +173,7 @@ def sparse_attention(
             )
         key_mask = key_mask.contiguous()
     if seed is None:
-        seed = torch.empty(1 if dropout > 0 else 0, dtype=torch.int64, device=q.device)
-        seed = seed.random_() if dropout > 0 else seed
+        seed = torch.randint(MOST_SEED, (1 if dropout > 0 else 0,), device=q.device)
     starts, columns = (layout.starts, layout.columns) if q.is_cpu else layout.on(q.device)
     numbers = [heads, kv_heads, queries, seq - queries if first is None else first, seq, dim, layout.block]
     arguments = [key_mask, starts, columns, seed, *numbers, float(scale), bool(causal), float(dropout)]
