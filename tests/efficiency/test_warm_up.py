@@ -14,7 +14,7 @@ import pytest
 import torch
 import zeropp
 from helpers.launch import run_ranks
-from zeropp import Config, Efficiency, Growth, TokenDrop, elastic
+from zeropp import Config, Efficiency, Growth, LayerDrop, TokenDrop, elastic
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
@@ -141,3 +141,46 @@ def test_a_killed_run_continues_on_another_number_of_ranks(before: int, after: i
     assert all(outcome.code == -signal.SIGKILL for outcome in killed)
     for outcome in run_ranks(after, curve, str(tmp_path / "ckpt"), 3, 3, -1):
         check(outcome.value, first=3)
+
+
+def together(rank: int, ranks: int, folder: str, resumed: bool) -> list[float]:
+    """Train with shorter sequences, fewer tokens and fewer layers at once; return the loss of each step."""
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=4, heads=4, width=32, context=CONTEXT))
+    efficiency = Efficiency(
+        seq_length=SCHEDULE,
+        token_drop=TokenDrop(keep=Growth(2, CONTEXT, steps=12)),
+        layer_drop=LayerDrop(theta=0.5, gamma=0.5),
+    )
+    model, optimizer = zeropp.prepare(model, adamw(model), Config(efficiency=efficiency))
+    first = zeropp.load(folder, model, optimizer)["step"] if resumed else 0
+    each, found = ROWS // ranks, []
+    for step in range(first, STEPS):
+        rows = [tensor[rank * each : (rank + 1) * each] for tensor in batch(step)]
+        loss = model(*zeropp.data.cut(rows, model))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach() / ranks
+        if ranks > 1:
+            torch.distributed.all_reduce(total)
+        found.append(total.item())
+        if step == 3 and not resumed:
+            zeropp.save(folder, model, optimizer, step=step + 1)
+    model.eval()
+    plain = GPT(GPTConfig(layers=4, heads=4, width=32, context=CONTEXT)).eval()
+    plain.load_state_dict(zeropp.full_state_dict(model))
+    with torch.no_grad():
+        rows = zeropp.data.cut(list(batch(0)), model)
+        assert torch.equal(model(*rows), plain(*batch(0))), "an evaluation leaves out nothing"
+    return found
+
+
+def test_all_at_once_at_any_number_of_ranks_and_after_a_load(tmp_path: Path) -> None:
+    two = next(outcome.value for outcome in run_ranks(2, together, str(tmp_path / "ckpt"), False))
+    (one,) = [outcome.value for outcome in run_ranks(1, together, str(tmp_path / "one"), False)]
+    (resumed,) = [outcome.value for outcome in run_ranks(1, together, str(tmp_path / "ckpt"), True)]
+    assert two == pytest.approx(one, abs=FP32) and len(set(one)) == STEPS
+    assert resumed == pytest.approx(one[4:], abs=FP32)
