@@ -21,6 +21,10 @@ from zeropp.errors import ConfigError
 _CURRICULUM = ("enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
 _METRIC = ("index_to_sample_path", "index_to_metric_path", "difficulty_type", "clustering_type", *_CURRICULUM[2:])
 _SAMPLING = ("enabled", "num_epochs", "num_workers", "pin_memory", "curriculum_learning", "dynamic_batching")
+_BATCHING = (
+    *("enabled", "metrics_path", "lr_scaling_method", "min_batch_size", "max_batch_size", "sequence_picking_order"),
+    *("max_tokens", "verbose"),
+)
 _RANDOM_LTD = (
     *("enabled", "total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_mask_name", "model_type"),
     *("hidden_state_order", "random_ltd_schedule", "layer_token_lr_schedule"),
@@ -164,11 +168,7 @@ def _data_sampling(section: Mapping[str, Any], fields: dict[str, Any], paths: di
     refuse_unknown(section, _SAMPLING, SAMPLING)
     batching = _enabled(section, "dynamic_batching", SAMPLING, section)
     if batching is not None:
-        raise not_yet(
-            f"{SAMPLING}.dynamic_batching",
-            dict(batching),
-            "set its enabled to false, and give the loader batch_sampler=zeropp.data.TokenBatchSampler(lengths, max_tokens=...)",
-        )
+        _check_batching(batching, f"{SAMPLING}.dynamic_batching")
     curriculum = _enabled(section, "curriculum_learning", SAMPLING, section)
     if curriculum is None:
         return
@@ -186,6 +186,23 @@ def _data_sampling(section: Mapping[str, Any], fields: dict[str, Any], paths: di
         metrics=found, order_path=_path(curriculum, "data_cluster_path", path), epochs=counts["num_epochs"], workers=counts["num_workers"]
     )  # fmt: skip
     paths["curriculum"] = path
+
+
+def _check_batching(section: Mapping[str, Any], path: str) -> None:
+    """Check the keys of batches by tokens, which a script asks for by a function of DeepSpeed's."""
+    refuse_unknown(section, _BATCHING, path)
+    whole(f"{path}.max_tokens", section.get("max_tokens"), 1, "tokens of a micro-batch")
+    for name in ("min_batch_size", "max_batch_size"):
+        if section.get(name) is not None:
+            whole(f"{path}.{name}", section[name], 1, "samples of a micro-batch")
+    order, scaling = section.get("sequence_picking_order", "dataloader"), section.get("lr_scaling_method", "linear")
+    one_of(f"{path}.sequence_picking_order", order, ("dataloader", "random", "seqlen"))
+    one_of(f"{path}.lr_scaling_method", str(scaling).lower(), ("linear", "sqrt", "none"))
+    _path(section, "metrics_path", path)
+    warn(
+        f"{path}: acts where the script calls get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed, as in DeepSpeed; without "
+        "DeepSpeed's names, zeropp.data.TokenBatchSampler does the same"
+    )
 
 
 def _metric(metrics: Mapping[str, Any], name: str, path: str) -> Metric:

@@ -48,6 +48,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         rank, ranks: default: of the process group, or 0 and 1 without one.
 
     Attributes:
+        places: which of a step's micro-batches are this rank's.
         step: of the next list; may be set. It counts on over passes of the dataset.
         steps_a_pass: of the dataset. Micro-batches that fill no step are left out.
         left_out: samples that no step has.
@@ -81,7 +82,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             name: one for name, one in (("max_batch", max_batch), ("base_batch", base_batch)) if one is not None
         }
         _check(numbers, {"order": (order, ORDERS), "scaling": (scaling, SCALINGS)})
-        self._mine, per_rank = _places(micro_batches, rank, ranks)
+        self.places, per_rank = _places(micro_batches, rank, ranks)
         sizes = torch.as_tensor(lengths)
         if sizes.dim() != 1 or not len(sizes) or not bool((sizes >= 0).all()):
             raise ConfigError(
@@ -131,7 +132,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         while self._step < last:
             step, micro = self._step, self._micro
             self._step, self._micro = (step, micro + 1) if micro + 1 < self._per_rank else (step + 1, 0)
-            yield self.of_step(step)[self._mine[micro]]
+            yield self.of_step(step)[self.places[micro]]
 
     def of_step(self, step: int) -> list[list[int]]:
         """Return all micro-batches of a step, of all ranks."""

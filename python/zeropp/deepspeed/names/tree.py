@@ -116,6 +116,9 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
         "zeropp.deepspeed.random_ltd": "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict"
     },
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
+        "zeropp.deepspeed.dynamic_batching": "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed VariableBatchSizeLR",
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"zeropp.deepspeed.data_analyzer": "DataAnalyzer"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed.schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
     "deepspeed.runtime.utils": {
@@ -236,8 +239,6 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
         "deepspeed.runtime.data_pipeline.data_routing.scheduler": "RandomLTDScheduler",
         "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
         "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
-        "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr":
-            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
         "deepspeed": "DeepSpeedDataLoader", "deepspeed.runtime.dataloader": "DeepSpeedDataLoader",
     }),
     (_OPTIMIZER, {
