@@ -172,16 +172,16 @@ static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
     return status == ZPP_OK ? list : zpp_py_raise(&err);
 }
 
-/* step_end(): returns when every shard is written, on every rank; collective. */
-static PyObject *zero_step_end(PyObject *self, PyObject *unused) {
-    (void)unused;
+/* step_end(by_grads=False): returns when every shard is written, on every rank; collective. */
+static PyObject *zero_step_end(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
-    if (zpp_py_follow(zero)) return NULL;
+    int by_grads = 0;
+    if (!PyArg_ParseTuple(args, "|p", &by_grads) || zpp_py_follow(zero)) return NULL;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_step_end(zero->core, &wait, &err);
+    const zpp_status status = zpp_zero_step_end(zero->core, by_grads, &wait, &err);
     PyEval_RestoreThread(thread);
     for (Py_ssize_t i = 0; i < PyList_Size(zero->units); i++) zpp_py_drop_grads(unit_at(zero, i));
     return zpp_py_result(status, &err);
@@ -495,7 +495,8 @@ PyMethodDef zpp_py_step_methods[] = {
     { "grads_pending", zero_grads_pending, METH_NOARGS, "True if no_sync held gradients back." },
     { "norm", zero_norm, METH_NOARGS, "(sum of squares, parameters that are not finite); collective." },
     { "step_begin", zero_step_begin, METH_O, "step_begin(vote) -> votes; collective." },
-    { "step_end", zero_step_end, METH_NOARGS, "Every shard is written; collective." },
+    { "step_end", zero_step_end, METH_VARARGS,
+      "step_end(by_grads=False): every shard is written, or those of units with a gradient; collective." },
     { "set_optim_file", zero_set_optim_file, METH_O, "The optimizer file with the states of units in a file." },
     { "adam_step", zero_adam_step, METH_VARARGS, "adam_step(groups, grad_scale)" },
     { "reset_uses", zero_reset_uses, METH_NOARGS, "Forget forwards that no backward followed." },

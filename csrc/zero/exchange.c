@@ -119,7 +119,14 @@ zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes,
     return exchange_all(zero, ZPP_DESC_NORM, mine, bytes, all, wait, err);
 }
 
-zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+/* A step inside the backward has dropped the gradients by now. */
+static bool had_grad(struct zpp_unit_grad *grad) {
+    const bool had = grad->has || grad->dropped;
+    grad->dropped = false;
+    return had;
+}
+
+zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_span_end(zero->step_ns, ZPP_SPAN_STEP, "step", 0);
     zero->step_ns = 0;
     zero->stepping = false;
@@ -134,6 +141,7 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
         if (!unit->placement->collect || !unit->trainable) continue;
+        if (unit->grad && !had_grad(unit->grad) && by_grads) continue;
         status = unit->placement->collect(zero, unit, wait, err);
         if (status != ZPP_OK) return status;
     }

@@ -461,6 +461,7 @@ zpp_status zpp_zero_drop_grad(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit_grad *grad = zero->units[index]->grad;
     if (!grad) return ZPP_OK;
     memset(grad->present, 0, grad->unit->params);
+    grad->dropped |= grad->has;
     grad->has = false;
     return zero->store->drop ? zero->store->drop(zero, grad, err) : ZPP_OK;
 }

@@ -80,6 +80,7 @@ struct zpp_unit_grad {
     bool carries;
     uint8_t *present;     /* [params] */
     bool has;
+    bool dropped;         /* it had one since the last step, which a step inside the backward has dropped */
     uint64_t origins;     /* ranks whose gradients were not finite (origin.c) */
     /* where it lives in a file (grad_file.c) */
     int file_index;            /* its number there */

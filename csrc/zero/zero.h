@@ -255,7 +255,8 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
 zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
                                  struct zpp_err *err);
 /* Collective: returns when every shard is written, and replicated units are whole again everywhere. */
-zpp_status zpp_zero_step_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+/* `by_grads`: the step changed units that have a gradient on some rank, and no others, which then are not sent. */
+zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wait *wait, struct zpp_err *err);
 
 /* --- what it holds ------------------------------------------------------------------------------------------------ */
 struct zpp_zero_memory {

@@ -300,7 +300,7 @@ static void train_step(struct rank *rank, int step) {
     evaluate(rank);
     CHECK_OK(zpp_zero_step_begin(rank->zero, 7, NULL, &patience, &err));
     update(rank);
-    CHECK_OK(zpp_zero_step_end(rank->zero, &patience, &err));
+    CHECK_OK(zpp_zero_step_end(rank->zero, false, &patience, &err));
     zpp_zero_clear_grads(rank->zero);
 }
 

@@ -506,7 +506,7 @@ static void step(struct rank_state *state) {
     else if (state->delayed) step_delayed(state);
     else step_after(state);
     for (int unit = 0; unit < plan->units; unit++) expect_step(state, unit);
-    must(zpp_zero_step_end(state->zero, &patience, &err), &err, "step end");
+    must(zpp_zero_step_end(state->zero, false, &patience, &err), &err, "step end");
     zpp_zero_clear_grads(state->zero);
 }
 

@@ -319,6 +319,7 @@ def test_states_of_layers_that_are_left_out_do_not_move(in_backward: bool) -> No
         seen = counted(
             patch, SETS, stage=2, offload=Offload(optimizer="nvme", path=folder), step_in_backward=in_backward
         )
+        three_quarters(seen, 2, "shm all_gather")
         three_quarters(seen, 2, "nvme read")
         three_quarters(seen, 2, "nvme write")
 

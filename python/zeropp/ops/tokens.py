@@ -41,7 +41,9 @@ def token_sample(
         TypeError, ValueError: a number is of the wrong type or out of range.
     """
     name = "zeropp.ops.token_sample"
-    for label, value, least in (("batch", batch, 0), ("seq", seq, 1), ("keep", keep, 1), ("seed", seed, 0), ("layer", layer, 0), ("first", first, 0)):  # fmt: skip
+    given = {"batch": batch, "seq": seq, "keep": keep, "seed": seed, "layer": layer, "first": first}
+    for label, value in given.items():
+        least = int(label in ("seq", "keep"))
         checks.check_whole(name, label, value)
         if not least <= value < 2**63:
             raise ValueError(f"{name}: {label} is {value}, wanted {least} to 2^63 - 1")

@@ -180,6 +180,12 @@ class Engine(ModelState):
         return (self.schedule, self.strategy, self.states, self.params, self.grads, self.activations)
 
     @property
+    def steps_by_gradients(self) -> bool:
+        """True if steps leave out layers, and change the units that have a gradient on some rank alone. Equal on all ranks."""
+        drops = self.config.efficiency is not None and self.config.efficiency.layer_drop is not None
+        return drops and self.strategy.in_c and not self.core.hold and self.config.offload.delayed_update is None
+
+    @property
     def trained(self) -> list[Unit]:
         """Return the units that are trained now."""
         return [unit for unit in self.units if unit.trainable]

@@ -96,7 +96,7 @@ class ZeroOptimizer(optim.Optimizer):
         except BaseException as error:
             failure = error
         finally:
-            engine.core.step_end()
+            engine.core.step_end(engine.steps_by_gradients)
         try:
             engine.storage.raise_on_all(failure)
         finally:
