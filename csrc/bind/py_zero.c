@@ -219,6 +219,14 @@ static int keep_functions(Zero *zero, PyObject *functions) {
     return 0;
 }
 
+/* `given`: a _C.Comm or None. 0, or -1 with an error set. */
+static int keep_comm(PyObject *given, PyObject **held, zpp_comm **out) {
+    if (given == Py_None) return 0;
+    *held = Py_NewRef(given);
+    *out = zpp_py_comm_get(given);
+    return *out ? 0 : -1;
+}
+
 /* The devices of the coordinator: the CPU, and where `name` is given the accelerator of torch with that name. */
 static zpp_status open_devices(Zero *zero, const char *name, int index, struct zpp_zero_options *options,
                                struct zpp_err *err) {
@@ -259,17 +267,8 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                                        .bucket_bytes = (size_t)bucket_bytes,
                                        .params_fraction = params_fraction,
                                        .shards = shards_on_device ? ZPP_SHARDS_ON_DEVICE : ZPP_SHARDS_ON_HOST};
-    if (comm != Py_None) {
-        zero->comm = Py_NewRef(comm);
-        options.comm = zpp_py_comm_get(comm);
-        if (!options.comm) return -1;
-        zero->timeout_ns = zpp_comm_timeout_ns(options.comm);
-    }
-    if (copy != Py_None) {
-        zero->intranode = Py_NewRef(copy);
-        options.copy = zpp_py_comm_get(copy);
-        if (!options.copy) return -1;
-    }
+    if (keep_comm(comm, &zero->comm, &options.comm) || keep_comm(copy, &zero->intranode, &options.copy)) return -1;
+    if (options.comm) zero->timeout_ns = zpp_comm_timeout_ns(options.comm);
     zpp_status status = open_devices(zero, device, device_index, &options, &err);
     if (status == ZPP_OK) status = zpp_op_pool_create(threads, &zero->pool, &err);
     if (status == ZPP_OK) status = zpp_zero_create(&options, &zero->core, &err);

@@ -174,8 +174,8 @@ static zpp_status prefetch_ahead(zpp_zero *zero, enum zpp_phase phase, struct zp
 
 static zpp_status gather_now(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const zpp_status status = zpp_unit_gather_begin(zero, unit, err);
-    if (status != ZPP_AGAIN || !unit->placement->make_room) return status;
-    const zpp_status made = unit->placement->make_room(zero, unit, err);
+    if (status != ZPP_AGAIN || !unit->placement->evict) return status;
+    const zpp_status made = unit->placement->evict(zero, unit, err);
     return made == ZPP_OK ? zpp_unit_gather_begin(zero, unit, err) : made;
 }
 

@@ -55,7 +55,7 @@ struct zpp_placement {
     zpp_status (*acquire)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* memory for the whole unit */
     /* acquire said AGAIN, because other units are whole where this one would lie, and it is needed now: from here on
      * acquire succeeds. unit->whole may change. NULL: acquire never says so. */
-    zpp_status (*make_room)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+    zpp_status (*evict)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
     zpp_status (*release)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* that memory goes */
     /* Begin to fill it: everything launched on zero->compute before may still use the memory. */
     zpp_status (*gather)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
@@ -101,7 +101,7 @@ zpp_status zpp_wrapped_seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *e
 void zpp_wrapped_locate(zpp_zero *zero, struct zpp_unit *unit);
 zpp_status zpp_wrapped_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_wrapped_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
-zpp_status zpp_wrapped_make_room(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_wrapped_evict(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 void zpp_wrapped_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
 void zpp_resident_lay_out(zpp_zero *zero, struct zpp_unit *unit);
 zpp_status zpp_resident_make(zpp_zero *zero, struct zpp_err *err); /* seal: of all of them */

@@ -72,7 +72,7 @@ const struct zpp_placement zpp_placement_offloaded = {
     .locate = locate,
     .acquire = zpp_wrapped_acquire,
     .release = zpp_wrapped_release,
-    .make_room = zpp_wrapped_make_room,
+    .evict = zpp_wrapped_evict,
     .gather = copy_shards,
     .keep_shard = keep_shard,
 };

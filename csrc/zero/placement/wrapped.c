@@ -72,7 +72,7 @@ static zpp_status give_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err
     return status;
 }
 
-zpp_status zpp_wrapped_make_room(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+zpp_status zpp_wrapped_evict(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     int blocker;
     for (int i = 0; i < zero->moving_count; i++) {
         struct zpp_unit *other = zero->moving[i];
