@@ -55,6 +55,20 @@ def norm(waits: dict[str, int]) -> bool:
     return same(list(zeropp.ops.norm_squares(tensors)), list(found))
 
 
+def codec(kind: str) -> bool:
+    """Encode and decode a moment, which a GPU leaves to the CPU."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    results = []
+    for device in ("cpu", "sim"):
+        codes = torch.zeros(1000, dtype=step_calls.KINDS[kind]).to(device)
+        scales = torch.zeros(step_calls.moments_scales(1000) if kind == "int8" else 0).to(device)
+        back = torch.zeros(1000).to(device)
+        zeropp.ops.moments_encode_(values.to(device), codes, scales, stream=3, step=2)
+        zeropp.ops.moments_decode_(codes, scales, back)
+        results.append([codes, scales, back])
+    return same(*results)
+
+
 def main() -> None:
     differ, waits = [], dict[str, int]()
     for lazy in (0, 1):
@@ -62,6 +76,7 @@ def main() -> None:
         for op, kind in step_calls.CASES:
             differ += [[op, kind, v, lazy] for v in ("number", "words", "skipped") if not step(op, kind, v, waits)]
         differ += [] if norm(waits) else [["norm_squares", lazy]]
+        differ += [["moments", kind, lazy] for kind in ("bf16", "int8") if not codec(kind)]
     cases = [list(case) for case in step_calls.CASES]
     print(json.dumps({"cases": cases, "differ": differ, "waits": waits, "error": sim.first_error()}))
 

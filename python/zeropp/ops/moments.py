@@ -38,6 +38,8 @@ def moments_encode_(
 ) -> None:
     """Encode an fp32 moment as bf16, or as 8-bit codes with a scale a block of 256 elements.
 
+    Tensors of a GPU are encoded on the CPU, and it waits: this is for checkpoints. Steps encode in their kernels.
+
     Args:
         src: fp32.
         codes: bfloat16 or uint8, as many elements; written.
@@ -52,22 +54,44 @@ def moments_encode_(
         ValueError: wrong device, dtype, layout or number of elements; tensors that share memory. Nothing was written.
     """
     name = "zeropp.ops.moments_encode_"
-    for label, tensor in (("src", src), ("codes", codes), ("scales", scales)):
-        checks.check_tensor(name, label, tensor)
+    tensors = {"codes": codes, "src": src, "scales": scales}
+    for label, tensor in tensors.items():
+        checks.check_tensor(name, label, tensor, checks.BOTH)
     for label, value in (("first", first), ("seed", seed), ("stream", stream), ("step", step)):
         checks.check_whole(name, label, value)
+    if _is_elsewhere(name, tensors):
+        made = {"codes": torch.empty_like(codes, device="cpu"), "scales": torch.empty_like(scales, device="cpu")}
+        moments_encode_(src.cpu(), **made, moment=moment, first=first, seed=seed, stream=stream, step=step)
+        codes.copy_(made["codes"])
+        scales.copy_(made["scales"])
+        return
     arguments = [src, codes, scales, _number(name, moment), first, seed, stream, step]
     checks.call(name, torch.ops.zeropp.moments_encode_.default, arguments, [codes, scales])
 
 
 def moments_decode_(codes: Tensor, scales: Tensor, dst: Tensor, *, moment: str = "exp_avg", first: int = 0) -> None:
-    """Decode what :func:`moments_encode_` made into ``dst`` (fp32)."""
+    """Decode what :func:`moments_encode_` made into ``dst`` (fp32); on the CPU, as there."""
     name = "zeropp.ops.moments_decode_"
-    for label, tensor in (("codes", codes), ("scales", scales), ("dst", dst)):
-        checks.check_tensor(name, label, tensor)
+    tensors = {"codes": codes, "scales": scales, "dst": dst}
+    for label, tensor in tensors.items():
+        checks.check_tensor(name, label, tensor, checks.BOTH)
     checks.check_whole(name, "first", first)
+    if _is_elsewhere(name, tensors):
+        values = torch.empty_like(dst, device="cpu")
+        moments_decode_(codes.cpu(), scales.cpu(), values, moment=moment, first=first)
+        dst.copy_(values)
+        return
     arguments = [codes, scales, dst, _number(name, moment), first]
     checks.call(name, torch.ops.zeropp.moments_decode_.default, arguments, [dst])
+
+
+def _is_elsewhere(name: str, tensors: dict[str, Tensor]) -> bool:
+    """Return True if the tensors are on a GPU; raise ValueError where they are on several devices."""
+    wanted = tensors["codes"].device
+    for label, tensor in tensors.items():
+        if tensor.device != wanted:
+            raise ValueError(f"{name}: {label} is on {tensor.device}, wanted {wanted} as codes is")
+    return wanted.type != "cpu"
 
 
 def _number(name: str, moment: str) -> int:

@@ -59,6 +59,7 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
         "Comm(params=) other than 'exact'": config.comm.params != "exact",
         "Comm(grads=) other than 'exact'": config.comm.grads != "exact",
         "Precision(stored=)": config.stored_name is not None,
+        "Precision(master='bf16') with shards there": shards_on_device(config, device) and config.master_name == "bf16",
     }
     for option, given in others.items():
         if given:
