@@ -17,3 +17,18 @@ def test_operators_have_the_bits_of_the_cpu() -> None:
     assert len(found["cases"]) == 18
     assert found["differ"] == []
     assert found["waits"] == {} and not found["error"]
+
+
+OFTEN = ("AdamW", "torch's RMSprop", "AdamW, states in 8 bits")
+
+
+def test_optimizers_train_to_the_bits_of_the_cpu() -> None:
+    found = run("case_optimizers.py", *OFTEN)
+    assert found["differences"] == dict.fromkeys(OFTEN, 0.0) and not found["error"]
+
+
+@pytest.mark.slow
+def test_every_optimizer_trains_to_the_bits_of_the_cpu() -> None:
+    found = run("case_optimizers.py")
+    assert len(found["differences"]) == 16
+    assert set(found["differences"].values()) == {0.0} and not found["error"]
