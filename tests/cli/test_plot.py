@@ -39,7 +39,7 @@ def test_related_numbers_of_a_run_share_a_panel(tmp_path: Path) -> None:
     (name,) = plot.pictures(write(tmp_path / "metrics.jsonl", *rows))
     assert name == f"{tmp_path.name}-metrics"
     figure = plot.pictures(tmp_path / "metrics.jsonl")[name]
-    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "memory, bytes", "bytes a step"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "bytes a step", "memory, bytes"]
     assert [len(axes.lines) for axes in figure.axes] == [1, 2, 2]
     assert list(figure.axes[0].lines[0].get_ydata()) == [2.0, 1.0]
 

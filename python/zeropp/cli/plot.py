@@ -137,13 +137,19 @@ def _drawable(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _keys(rows: list[Row]) -> list[str]:
+    """Return the keys of a run's numbers, in the order of the rows."""
+    found = dict.fromkeys(key for row in rows for key, value in row.items() if _drawable(value))
+    return [key for key in found if key != "step"]
+
+
 def _panels(rows: list[Row]) -> list[tuple[str, list[str]]]:
     """Return the panels of a run: titles, and the keys in each."""
-    keys = list(dict.fromkeys(key for row in rows for key, value in row.items() if key != "step" and _drawable(value)))
-    grouped = [(title, [key for key in keys if key in members]) for title, members in PANELS]
-    named = {key for _, members in grouped for key in members}
-    alone = [(key, [key]) for key in keys if key not in named]
-    return alone + [(title, members) for title, members in grouped if members]
+    title_of = {key: title for title, members in PANELS for key in members}
+    panels: dict[str, list[str]] = {}
+    for key in _keys(rows):
+        panels.setdefault(title_of.get(key, key), []).append(key)
+    return sorted(panels.items(), key=lambda panel: panel[0] != panel[1][0])  # numbers of their own first
 
 
 def run_of(rows: list[Row]) -> Figure:
