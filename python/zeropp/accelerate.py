@@ -132,7 +132,8 @@ class ZeroppAccelerator(Accelerator):
 
     def _partition(self, model: nn.Module, optimizer: Any) -> None:
         if not zero.prepare.is_prepared(model):
-            zeropp.prepare(model, optimizer, self.zeropp_config)
+            config = zeropp.Config() if self.zeropp_config is None else self.zeropp_config
+            zeropp.prepare(model, optimizer, zero.accelerator.placed(config, self.device))
         elif optimizer is not None and not isinstance(optimizer, zero.step.optimizer.ZeroOptimizer):
             zero.prepare.attach(model, optimizer)
         from zeropp.nn.generation import gather_for_generation

@@ -26,11 +26,17 @@ def memory_table(model: Any) -> str:
         f"  {'':<10} {'planned':>12} {'held now':>12}",
     ]
     for kind in ("params", "grads", "master", "optimizer"):
-        one = found["cpu"][kind]
+        one = _in_memory(found, kind)
         lines.append(f"  {kind:<10} {_size(one['planned']):>12} {_size(one['held']):>12}")
     a_parameter = found["bytes_per_parameter"]
     lines.append(f"  bytes a parameter {a_parameter['planned']:>4.1f} {a_parameter['held']:>12.1f}")
     return "\n".join(lines)
+
+
+def _in_memory(found: dict[str, Any], kind: str) -> dict[str, int]:
+    """Return planned and held bytes of a kind in the memory of the host and of an accelerator together."""
+    tiers = [found[tier][kind] for tier in ("cpu", "pinned", "device") if kind in found.get(tier, {})]
+    return {name: sum(one[name] for one in tiers) for name in ("planned", "held")}
 
 
 def _size(bytes_: int) -> str:
@@ -89,11 +95,17 @@ class Metrics:
         ``zeropp/held_bytes``; with fp16 ``zeropp/loss_scale``."""
         now, before = _count(model), self._before
         self._before = now
-        held = zeropp.memory(model)["cpu"]
+        tiers = zeropp.memory(model)
+        held = [
+            one
+            for tier in ("cpu", "pinned", "device")
+            for kind, one in tiers.get(tier, {}).items()
+            if kind != "page_locked"
+        ]
         found: dict[str, float] = {
             "zeropp/traffic_bytes": now.read_bytes - before.read_bytes,
             "zeropp/gather_ms": round((now.gather_ns - before.gather_ns) / 1e6, 3),
-            "zeropp/held_bytes": sum(one["held"] for one in held.values()),
+            "zeropp/held_bytes": sum(one["held"] for one in held),
         }
         if now.disk_bytes:
             seconds = max(now.time_s - before.time_s, 1e-9)

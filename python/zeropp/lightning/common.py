@@ -59,8 +59,9 @@ def config_from(config: Any, keywords: Mapping[str, Any]) -> Config:
 
 
 def must_move(module: nn.Module, device: torch.device) -> bool:
-    """True if any of it is on another device. What is partitioned or was built in shards refuses ``module.to``, even to its own device."""
-    return any(one.device != device for one in (*module.parameters(), *module.buffers()))
+    """True if any of it is on another device, and a framework has to move it. What is partitioned or was built in shards refuses
+    ``module.to``, even to its own device; ``zeropp.prepare`` brings a module to an accelerator, unit by unit."""
+    return device.type == "cpu" and any(one.device != device for one in (*module.parameters(), *module.buffers()))
 
 
 def shards(path: Any, name: str = "") -> Path:

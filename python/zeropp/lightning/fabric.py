@@ -16,6 +16,7 @@ from torch import nn
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import load_shards, must_move, registered, save_shards, take_config
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
+from zeropp.zero.accelerator import placed
 from zeropp.zero.engine import engine_of
 from zeropp.zero.model.init import construction
 from zeropp.zero.step.optimizer import ZeroOptimizer, scaled_for
@@ -64,12 +65,12 @@ def make_fabric_strategy(package: str) -> Any:
                 yield
 
         def setup_module(self, module: nn.Module) -> nn.Module:
-            partition(module, [], self.zeropp_config)
+            partition(module, [], placed(self.zeropp_config, self.root_device))
             self._prepared.add(module)
             return module
 
         def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
-            partition(module, optimizers, self.zeropp_config)
+            partition(module, optimizers, placed(self.zeropp_config, self.root_device))
             self._prepared.add(module)
             return module, optimizers, scheduler
 

@@ -22,6 +22,7 @@ from zeropp.lightning.common import (
     take_config,
 )
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
+from zeropp.zero.accelerator import placed
 from zeropp.zero.engine import engine_of
 from zeropp.zero.model.forward import cast_inputs
 from zeropp.zero.model.init import construction
@@ -71,7 +72,8 @@ def make_strategy(package: str) -> Any:
                 self.model_to_device()
             if fitting:
                 self.setup_optimizers(trainer)
-            partition(module, [_plain(one) for one in self.optimizers] if fitting else [], self.zeropp_config)
+            optimizers = [_plain(one) for one in self.optimizers] if fitting else []
+            partition(module, optimizers, placed(self.zeropp_config, self.root_device))
             self.setup_precision_plugin()
             self.precision_plugin.clip_grad_by_norm = _clip_by_norm
             self.precision_plugin.clip_grad_by_value = _clip_by_value

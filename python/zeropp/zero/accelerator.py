@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -30,6 +31,22 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) if device.type == "cuda" else 0)
+
+
+def placed(config: Config, device: torch.device) -> Config:
+    """Return the configuration for a model that a framework trains on ``device``.
+
+    Raises:
+        zeropp.ConfigError: the configuration names another device.
+    """
+    if config.device is None:
+        return dataclasses.replace(config, device=device)
+    if _indexed(torch.device(config.device)) != _indexed(device):
+        raise ConfigError(
+            f"Config(device={str(config.device)!r}): the framework trains on {device}; leave the device out of the configuration, or "
+            "choose it there"
+        )
+    return config
 
 
 def check_parameter_device(name: str, parameter: nn.Parameter, device: torch.device) -> None:

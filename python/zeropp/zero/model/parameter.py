@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -82,6 +83,15 @@ def _refuse_gradient(ref: Ref) -> PartitionedParameterError:
     )
 
 
+def _reader() -> CodeType | None:
+    """Return the code that reads an attribute: the first above the functions through which torch passes every read, those of
+    ``torch.set_default_device`` among them."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame.f_code
+
+
 def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     ref = ref_of(parameter)
     with torch._C.DisableTorchFunctionSubclass():
@@ -90,10 +100,11 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         return local
     if local is None and not ref.engine.has_gradient(ref):
         return None
-    if sys._getframe(2).f_code is _MODULE_ZERO_GRAD:  # model.zero_grad() asks before it clears
+    reader = _reader()
+    if reader is _MODULE_ZERO_GRAD:  # model.zero_grad() asks before it clears
         ref.engine.clear_gradient(ref)
         return None
-    if sys._getframe(2).f_code is _MODULE_APPLY:  # module.to(...): a gradient of the same dtype needs no conversion
+    if reader is _MODULE_APPLY:  # module.to(...): a gradient of the same dtype needs no conversion
         return None
     raise _refuse_gradient(ref)
 
