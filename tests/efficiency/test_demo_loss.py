@@ -16,7 +16,9 @@ from gpt import GPT, PRESETS, learning_rate
 from text import Text
 
 PRESET = PRESETS["small"]
-CONTEXT, BATCH, STEPS = PRESET.model.context, PRESET.batch, 300
+CONTEXT, BATCH, STEPS = PRESET.model.context, PRESET.batch, PRESET.steps
+WARM_UP = STEPS // 20
+"""Steps in which the rate rises. The length grows over three times as many, as the authors advise."""
 TOKENS = STEPS * BATCH * CONTEXT
 
 
@@ -26,7 +28,7 @@ def validation_loss(efficiency: Efficiency | None, text: Text) -> float:
     model = GPT(PRESET.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PRESET.lr, betas=(0.9, 0.95), weight_decay=0.1)
     plain = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, STEPS, 1.0))
-    scheduler = zeropp.optim.by_tokens(plain, total=TOKENS, steps=STEPS, warmup=STEPS // 20)
+    scheduler = zeropp.optim.by_tokens(plain, total=TOKENS, steps=STEPS, warmup=WARM_UP)
     model, optimizer = zeropp.prepare(model, optimizer, Config(stage=1, clip=1.0, efficiency=efficiency))
     step, cpu = 0, torch.device("cpu")
     while not scheduler.finished:
@@ -49,6 +51,6 @@ def validation_loss(efficiency: Efficiency | None, text: Text) -> float:
 def test_warm_up_reaches_the_plain_loss_with_the_same_tokens() -> None:
     text = Text()
     plain = validation_loss(None, text)
-    warm = validation_loss(Efficiency(seq_length=Growth(8, CONTEXT, steps=STEPS // 5, multiple=8)), text)
+    warm = validation_loss(Efficiency(seq_length=Growth(8, CONTEXT, steps=3 * WARM_UP, multiple=8)), text)
     print(f"plain {plain:.4f}, warm-up {warm:.4f}, ratio {warm / plain:.4f}")
     assert warm < 1.01 * plain
