@@ -65,6 +65,15 @@ static int missing_word(const zpp_counters *counters, int rank) {
     return word;
 }
 
+/* From when on a rank counts as late for a word. If this rank has not reached the word either, its own GPU may be what
+ * the others wait for, and so they have one timeout more to say so. */
+static uint64_t late_since(const zpp_counters *counters, int word, uint64_t since_ns) {
+    const uint64_t *own = &part_of(counters, counters->rank)->words[word].value;
+    const uint64_t later_ns = since_ns + zpp_comm_timeout_ns(counters->comm), now_ns = zpp_now_ns();
+    if (zpp_stream_counter_reached(own, atomic_load(&counters->awaited[word]))) return since_ns;
+    return later_ns < now_ns ? later_ns : now_ns;
+}
+
 /* Has a rank that streams wait for died, left or stopped? It may have written its words and left since, so they are
  * read again after that check. */
 static zpp_status look_at_rank(zpp_counters *counters, int rank) {
@@ -78,7 +87,8 @@ static zpp_status look_at_rank(zpp_counters *counters, int rank) {
         return ZPP_OK;
     }
     if (!*since_ns) *since_ns = zpp_now_ns();
-    return zpp_comm_check_peer(counters->comm, rank, gone, *since_ns, doing[word], &ignored);
+    return zpp_comm_check_peer(counters->comm, rank, gone, late_since(counters, word, *since_ns), doing[word],
+                               &ignored);
 }
 
 static void look(zpp_counters *counters) {

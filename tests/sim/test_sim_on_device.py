@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import zeropp
+from ranks import on_ranks
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -58,3 +61,10 @@ def train(case: str, schedules: tuple[str, ...], folder: Path) -> list[dict[str,
 def test_training_has_the_bits_of_plain_torch(case: str, tmp_path: Path) -> None:
     for found in train(case, SCHEDULES[:2] if case in OFTEN else SCHEDULES, tmp_path):
         assert not found["wrong"] and not found["error"]
+
+
+@on_ranks(2, devices=("sim",))
+def test_an_optimizer_that_talks_between_ranks_is_refused() -> None:
+    model = torch.nn.Linear(8, 8)
+    with pytest.raises(zeropp.ConfigError, match="LAMB on shards of 2 ranks that sim:0 holds is not supported yet"):
+        zeropp.prepare(model, zeropp.optim.LAMB(model.parameters()), zeropp.Config(stage=3))
