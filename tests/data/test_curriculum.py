@@ -327,7 +327,9 @@ def test_an_order_that_was_cut_short_is_made_again(index: Index, tmp_path: Path)
     wanted = whole(CurriculumSampler(index, {"length": TO_ALL}, batch=4, steps=50, order_path=tmp_path), 50)
     (file,) = tmp_path.iterdir()
     os.truncate(file, 100)
+    file.with_name(f".{file.stem}.new").write_bytes(b"x" * 5000)  # of a run that was killed
     assert whole(CurriculumSampler(index, {"length": TO_ALL}, batch=4, steps=50, order_path=tmp_path), 50) == wanted
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_full_disk_leaves_no_order(index: Index, tmp_path: Path) -> None:

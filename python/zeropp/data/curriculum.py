@@ -14,7 +14,6 @@ import hashlib
 import inspect
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,7 +275,7 @@ class CurriculumSampler(Sampler[list[int]]):
         """Write the order of the first ``steps`` steps. A longer one begins with the same draws."""
         pool, admitted = self._admission(steps)
         state = torch.tensor([self.seed & ((1 << 63) - 1), 0, 0])
-        new = self._file.with_name(f".{self._file.stem}.{secrets.token_hex(4)}.new")
+        new = self._file.with_name(f".{self._file.stem}.new")  # the lock keeps others from it; it may be a killed run's
         a_time = max(1, _CHUNK_DRAWS // self.batch)
         order = torch.empty(min(a_time, steps) * self.batch, dtype=torch.int32)
         try:
