@@ -271,17 +271,22 @@ def _discrete(config: Mapping[str, Any], path: str, low: float, high: float) -> 
     """Return the schedule of listed difficulties. As in DeepSpeed it stays where it has reached ``high``."""
     refuse_unknown(config, ("difficulty", "max_step"), path)
     values, ends = config.get("difficulty"), config.get("max_step")
+    _check_lists(values, ends, path)
+    assert values is not None and ends is not None
+    if low >= high:
+        return Steps(((0, low),))
+    by_step = dict(zip((0, *ends), values, strict=True))
+    stays = next((step for step, value in sorted(by_step.items()) if value >= high), ends[-1])
+    return Steps(tuple(sorted(item for item in by_step.items() if item[0] <= stays)))
+
+
+def _check_lists(values: Any, ends: Any, path: str) -> None:
     if not isinstance(values, (list, tuple)) or not values or not all(map(finite, values)):
         raise wrong(f"{path}.difficulty", values, "a list of numbers")
     if not isinstance(ends, (list, tuple)) or len(ends) != len(values) - 1 or not ends or list(ends) != sorted(ends):
         raise wrong(f"{path}.max_step", ends, f"a list of {len(values) - 1} rising steps, one fewer than difficulties")
     for end in ends:
         whole(f"{path}.max_step", end, 0, "the last step of a difficulty")
-    if low >= high:
-        return Steps(((0, low),))
-    by_step = dict(zip((0, *ends), values, strict=True))
-    stays = next((step for step, value in sorted(by_step.items()) if value >= high), None)
-    return Steps(tuple(sorted(item for item in by_step.items() if stays is None or item[0] <= stays)))
 
 
 def _token_drop(section: Mapping[str, Any]) -> TokenDrop:

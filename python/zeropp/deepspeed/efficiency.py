@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine does for data efficiency: shorter batches, a loader with a curriculum, rates by layer tokens."""
+"""Data efficiency in DeepSpeed's engine: shorter batches, a loader with a curriculum, rates by layer tokens."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from zeropp.config import Config, Efficiency, TokenDrop, wrong
 from zeropp.config.deepspeed_efficiency import ROUTING, ltd_schedule
 from zeropp.config.deepspeed_json import refuse_unknown
+from zeropp.config.efficiency import Curriculum
 from zeropp.data.cutting import cut_to, length_of
 from zeropp.data.sampling import LaterSampler
 from zeropp.deepspeed.saving import Saving
@@ -134,6 +135,11 @@ class DataEfficiency(Saving):
             kwargs = {**kwargs, "progressive_layer_drop": True, "pld_theta": self.get_pld_theta()}
         return args, kwargs
 
+    def _take_rates(self, found: tuple[Mapping[str, Any], Mapping[str, Any]] | None) -> None:
+        """Follow the schedule that :func:`take_rates` took, if there is one."""
+        if found is not None:
+            self.lr_scheduler = make_rates(found, self.optimizer, self.train_batch_size())
+
     def pld_enabled(self) -> bool:
         return self._efficiency.layer_drop is not None
 
@@ -147,17 +153,12 @@ class DataEfficiency(Saving):
         return self.zeropp_config.efficiency or Efficiency()
 
     def _curriculum_loader(
-        self, dataset: Any, micro_batch: int, workers: int | None, **more: Any
-    ) -> CurriculumLoader | None:
-        """Return the loader that "data_efficiency" describes, or None."""
-        curriculum = self._efficiency.curriculum
-        if curriculum is None:
-            return None
+        self, curriculum: Curriculum, micro_batch: int, workers: int | None, *, dataset: Any, **more: Any
+    ) -> CurriculumLoader:
         whole = micro_batch * self.world_size * self.gradient_accumulation_steps()
         sampler = LaterSampler(curriculum, dataset, batch=whole, micro_batch=micro_batch, seed=self._efficiency.seed)
-        return CurriculumLoader(
-            self, sampler, dataset=dataset, num_workers=curriculum.workers if workers is None else workers, **more
-        )
+        count = curriculum.workers if workers is None else workers
+        return CurriculumLoader(self, sampler, dataset=dataset, num_workers=count, **more)
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
         """Let a function change the batches of the loader, such as cut them to the difficulty of a metric that counts tokens.

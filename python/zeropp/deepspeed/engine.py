@@ -25,7 +25,7 @@ from torch import nn
 from zeropp.config import Config
 from zeropp.config.reading import read_json
 from zeropp.deepspeed import schedules
-from zeropp.deepspeed.efficiency import DataEfficiency, for_model, make_rates, take_rates
+from zeropp.deepspeed.efficiency import DataEfficiency, for_model, take_rates
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build
 from zeropp.errors import ConfigError, Error, what_it_is
@@ -73,8 +73,7 @@ def initialize(
     Raises:
         zeropp.ConfigError: for every key that is not supported, with its path.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"initialize: model is {what_it_is(model)}; give the torch.nn.Module to train")
+    model = _module(model)
     given = _configuration(args, config, config_params)
     keys = _keys_of(given)
     whole = dict(keys)
@@ -83,16 +82,13 @@ def initialize(
     sums, refuses_unused, every = _sums(keys), _refuses_unused(keys), _steps_per_print(keys)
     settings = given if isinstance(given, Config) else Config.from_json(keys)
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    if client is None:
-        optimizer = _make_optimizer(optimizer, model, model_parameters, optimizer_section)
+    optimizer = client or _make_optimizer(optimizer, model, model_parameters, optimizer_section)
     # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
     alone = dataclasses.replace(for_model(model, settings), accumulate=1)
     evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
     if not evaluates:
         optimizer = _prepare(model, optimizer, alone)
     micro = _micro_batch(keys, settings.accumulate)
-    if rates is not None:
-        lr_scheduler = functools.partial(make_rates, rates, batch=micro and micro * settings.accumulate * _ranks())
     scheduler = _make_scheduler(lr_scheduler, optimizer, scheduler_section)
     engine = (engine_class or Engine)(model, optimizer, scheduler, settings, micro, whole)
     if evaluates:
@@ -100,9 +96,17 @@ def initialize(
     engine._print_every, engine.collate_fn, engine.training_data = every, collate_fn, training_data
     engine._factor, engine._refuses_unused = float(engine.world_size) if sums else 1.0, refuses_unused
     engine.client_optimizer = client
+    engine._take_rates(rates)
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.training_dataloader = loader
-    return engine, optimizer, loader, scheduler
+    return engine, optimizer, loader, engine.lr_scheduler
+
+
+def _module(model: Any) -> nn.Module:
+    """Return the model, or refuse what is none."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize: model is {what_it_is(model)}; give the torch.nn.Module to train")
+    return model
 
 
 def _configuration(args: Any, config: Any, config_params: Any) -> Any:
@@ -472,8 +476,25 @@ class Engine(DataEfficiency):
         num_local_io_workers: int | None = None,
     ) -> Any:
         """Return a loader of this rank's micro-batches; in the order of the dataset for the routes "eval" and "predict"."""
-        streams = self.is_iterable_style_dataset(dataset)
-        if not (streams or self.is_map_style_dataset(dataset)):
+        size, streams = self._loader_size(dataset, batch_size), self.is_iterable_style_dataset(dataset)
+        shuffle = route == "train" and not streams
+        common = {
+            "dataset": dataset, "collate_fn": collate_fn or self.collate_fn,
+            "pin_memory": pin_memory and torch.accelerator.is_available(),
+        }  # fmt: skip
+        if shuffle and data_sampler is None and self._efficiency.curriculum is not None:
+            return self._curriculum_loader(self._efficiency.curriculum, size, num_local_io_workers, **common)
+        if data_sampler is None and not streams:
+            data_sampler = self._sampler(dataset, shuffle)
+        drop = self.config.get("dataloader_drop_last", False) is True
+        return torch.utils.data.DataLoader(
+            batch_size=size, shuffle=shuffle and data_sampler is None, sampler=data_sampler, drop_last=drop,
+            num_workers=num_local_io_workers or 0, **common,
+        )  # fmt: skip
+
+    def _loader_size(self, dataset: Any, batch_size: int | None) -> int:
+        """Return the samples of a micro-batch; refuse what is no dataset, or a file that does not say it."""
+        if not (self.is_iterable_style_dataset(dataset) or self.is_map_style_dataset(dataset)):
             raise ValueError(
                 f"training_data: {type(dataset).__name__} is not a dataset of torch; wanted __getitem__ and __len__, or an IterableDataset"
             )
@@ -482,22 +503,7 @@ class Engine(DataEfficiency):
             raise ConfigError(
                 "training_data needs train_micro_batch_size_per_gpu, or train_batch_size, in the configuration"
             )
-        shuffle = route == "train" and not streams
-        if shuffle and data_sampler is None:
-            loader = self._curriculum_loader(
-                dataset, size, num_local_io_workers, collate_fn=collate_fn or self.collate_fn,
-                pin_memory=pin_memory and torch.accelerator.is_available(),
-            )  # fmt: skip
-            if loader is not None:
-                return loader
-        if data_sampler is None and not streams:
-            data_sampler = self._sampler(dataset, shuffle)
-        drop = self.config.get("dataloader_drop_last", False) is True
-        return torch.utils.data.DataLoader(
-            dataset, size, shuffle=shuffle and data_sampler is None, sampler=data_sampler, drop_last=drop,
-            collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-        )  # fmt: skip
+        return size
 
     def _sampler(self, dataset: Any, shuffle: bool) -> Any:
         """Return what gives this rank its part of a dataset; None for one rank, which takes all of it."""

@@ -51,7 +51,7 @@ def by_tokens(
 
 
 class ByTokens(LRScheduler):
-    """What :func:`by_tokens` returns: a scheduler with torch's methods around another one."""
+    """A scheduler with torch's methods around another one, which :func:`by_tokens` makes."""
 
     def __init__(
         self, scheduler: LRScheduler, total: int, tokens: Callable[[int], int] | None, steps: int | None, warmup: int
