@@ -73,14 +73,17 @@ def _check_value(path: str, key: str, value: Any, default: Any) -> None:
         if not isinstance(value, bool):
             raise wrong(path, value, "true or false")
     elif isinstance(default, list) or default is None:
-        if value is None and default is None:
-            return
-        if not isinstance(value, (list, tuple)) or not value:
-            raise wrong(path, value, "a list of whole numbers")
-        for one in value:
-            whole(path, one, least, "numbers of blocks")
+        if value is not None or default is not None:
+            _check_numbers(path, value, least)
     else:
         whole(path, value, least, "blocks")
+
+
+def _check_numbers(path: str, value: Any, least: int) -> None:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise wrong(path, value, "a list of whole numbers")
+    for one in value:
+        whole(path, one, least, "numbers of blocks")
 
 
 def _check_together(read: Section, path: str) -> None:
@@ -97,6 +100,10 @@ def _check_together(read: Section, path: str) -> None:
             raise wrong(f"{path}.num_different_global_patterns", patterns, f"at most {local // own}: {local} / {own}")
         if patterns > 1 and not read["different_layout_per_head"]:
             raise wrong(f"{path}.different_layout_per_head", False, f"true for {patterns} global patterns")
+    _check_ends(read, path)
+
+
+def _check_ends(read: Section, path: str) -> None:
     ends = read.get("global_block_end_indices")
     if ends is None:
         return

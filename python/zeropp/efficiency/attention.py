@@ -87,10 +87,9 @@ def check_model(model: nn.Module, patterns: Any, path: str) -> None:
         )
     for one in _models(model):
         _check_config(one, path)
-    if isinstance(patterns, Mapping) and "mode" not in patterns:
-        unknown = sorted(set(patterns) - set(layers))
-        if unknown:
-            raise wrong(f"{path}[{unknown[0]}]", patterns[unknown[0]], f"layers from 0 to {max(layers)} of {named}")
+    unknown = sorted(set(patterns) - set(layers)) if _is_by_layer(patterns) else []
+    if unknown:
+        raise wrong(f"{path}[{unknown[0]}]", patterns[unknown[0]], f"layers from 0 to {max(layers)} of {named}")
     for layer, modules in layers.items():
         pattern = _pattern_of(patterns, layer, 0)
         if pattern is not None and pattern.causal and not all(module.is_causal for module in modules):
@@ -142,8 +141,12 @@ def _layers(model: nn.Module) -> dict[int, list[Any]]:
     return found
 
 
+def _is_by_layer(patterns: Any) -> bool:
+    return isinstance(patterns, Mapping) and "mode" not in patterns
+
+
 def _pattern_of(patterns: Any, layer: int, seed: int) -> Pattern | None:
-    if isinstance(patterns, Mapping) and "mode" not in patterns:
+    if _is_by_layer(patterns):
         patterns = patterns.get(layer)
     if isinstance(patterns, Mapping):
         return from_section(patterns, seed)
