@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import zeropp
 from ranks import of_all_ranks, on_ranks
 from torch import nn
@@ -122,3 +123,20 @@ def test_parameters_come_to_a_device_and_stay_the_same_objects() -> None:
     assert weight.device.type == "sim" and weight.requires_grad and weight.is_leaf
     assert weight.note == "kept"  # type: ignore[attr-defined]
     assert torch.equal(weight.detach().cpu(), values)
+
+
+@on_ranks(2, devices=("sim",))
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_buffers_of_a_device_follow_rank_0(offloaded: bool) -> None:
+    """As in test_buffers.py: a forward begins with rank 0's running statistics."""
+    offload = zeropp.Offload(params="cpu", optimizer="cpu") if offloaded else zeropp.Offload()
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model, _ = zeropp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), zeropp.Config(offload=offload))
+    rank = dist.get_rank()
+    ours, first = torch.arange(8.0).view(2, 4) * (rank + 1), torch.arange(8.0).view(2, 4)
+    for _ in range(2):
+        model(ours).sum().backward()
+    mean = 0.9 * (0.1 * first.mean(0)) + 0.1 * ours.mean(0)
+    assert model[0].running_mean.device.type == "sim"
+    assert torch.allclose(model[0].running_mean.cpu(), mean.cpu(), rtol=1e-6)
+    assert model[0].num_batches_tracked.item() == 2
