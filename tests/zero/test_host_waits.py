@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often a training step on the simulated GPU lets its host wait for the GPU, by reason.
+
+On "sim" each operation is over when its call returns, so what is left are calls that wait whatever the GPU does. On "sim-lazy" nothing
+runs before somebody waits for it: an event that is asked for again and again counts as one wait.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import zeropp
+from ranks import on_ranks
+from torch import nn
+
+LAYERS = 6
+ASKED = "cuEventQuery, again and again"
+
+
+def waits_of_a_step(clip: float | None, **options: Any) -> dict[str, int]:
+    sim: Any = importlib.import_module("sim")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(units=[nn.Linear], **options))
+    inputs, found = torch.ones(4, 32), dict[str, int]()
+    for step in range(3):
+        waits: dict[str, int] = {}
+        with sim.waits_of_the_host(waits):
+            model(inputs).square().mean().backward()
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = waits if step else {}
+    return found
+
+
+def check(waits: dict[str, int], asked: int, device: str) -> None:
+    """No call waits by itself; an event is asked for until it is over at most so many times."""
+    assert waits.keys() <= {ASKED}, waits
+    assert waits.get(ASKED, 0) <= (asked if device == "sim-lazy" else 0), waits
+
+
+@on_ranks(1, 2, devices=("sim", "sim-lazy"))
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_shards_on_the_device(precision: str | None, clip: float | None, device: str) -> None:
+    for stage in (0, 1, 2, 3):
+        check(waits_of_a_step(clip, stage=stage, precision=precision), 2 if stage == 0 else 1, device)
+
+
+@on_ranks(1, 2, devices=("sim", "sim-lazy"))
+def test_shards_on_the_host(device: str) -> None:
+    """The host steps, so it waits for the gradients of each unit, and for gathers to be over."""
+    offload = zeropp.Offload(params="cpu", optimizer="cpu")
+    check(waits_of_a_step(None, offload=offload), LAYERS + 1, device)
+
+
+@on_ranks(1, devices=("sim",))
+def test_a_wait_is_seen() -> None:
+    sim: Any = importlib.import_module("sim")
+    waits: dict[str, int] = {}
+    with sim.waits_of_the_host(waits):
+        torch.ones(2).sum().item()
+    assert waits == {"aten::item": 1}
