@@ -126,6 +126,17 @@ static bool had_grad(struct zpp_unit_grad *grad) {
     return had;
 }
 
+static zpp_status collect(zpp_zero *zero, bool by_grads, const struct zpp_wait *wait, struct zpp_err *err) {
+    for (int i = 0; i < zero->units_count; i++) {
+        struct zpp_unit *unit = zero->units[i];
+        if (!unit->placement->collect || !unit->trainable) continue;
+        if (unit->grad && !had_grad(unit->grad) && by_grads) continue;
+        const zpp_status status = unit->placement->collect(zero, unit, wait, err);
+        if (status != ZPP_OK) return status;
+    }
+    return ZPP_OK;
+}
+
 zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_span_end(zero->step_ns, ZPP_SPAN_STEP, "step", 0);
     zero->step_ns = 0;
@@ -138,14 +149,7 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wai
     if (status == ZPP_OK && zero->ranks > 1) status = zpp_barrier(zero->options.comm, wait, err);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks have stepped", 0);
     if (status != ZPP_OK || zero->options.stage == 0) return status;
-    for (int i = 0; i < zero->units_count; i++) {
-        struct zpp_unit *unit = zero->units[i];
-        if (!unit->placement->collect || !unit->trainable) continue;
-        if (unit->grad && !had_grad(unit->grad) && by_grads) continue;
-        status = unit->placement->collect(zero, unit, wait, err);
-        if (status != ZPP_OK) return status;
-    }
-    return ZPP_OK;
+    return collect(zero, by_grads, wait, err);
 }
 
 /* --- the model's buffers ------------------------------------------------------------------------------------------ */
