@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -140,3 +141,28 @@ def test_buffers_of_a_device_follow_rank_0(offloaded: bool) -> None:
     assert model[0].running_mean.device.type == "sim"
     assert torch.allclose(model[0].running_mean.cpu(), mean.cpu(), rtol=1e-6)
     assert model[0].num_batches_tracked.item() == 2
+
+
+@on_ranks(2, devices=("sim",))
+@pytest.mark.parametrize("where", ["sharded_init", "meta"])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_model_built_in_shards_comes_to_a_device(where: str, offloaded: bool) -> None:
+    offload = zeropp.Offload(params="cpu", optimizer="cpu") if offloaded else zeropp.Offload()
+    torch.manual_seed(3)
+    with torch.device("cpu"):
+        plain = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    torch.manual_seed(3)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.device("cpu" if where == "sharded_init" else "meta"))
+        if where == "sharded_init":
+            stack.enter_context(zeropp.sharded_init())
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = zeropp.Config(device="sim", offload=offload)
+    with torch.device("cpu"):  # meta draws here
+        model, optimizer = zeropp.prepare(model, optimizer, config)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad()
+    for name, one in zeropp.full_state_dict(model).items():
+        assert torch.equal(one.cpu(), plain.state_dict()[name]), name
+    assert all(parameter.device.type == "sim" for parameter in model.parameters())
