@@ -12,6 +12,7 @@ import pytest
 import torch
 import zeropp
 from ranks import of_all_ranks, on_ranks
+from zeropp.zero.engine import engine_of
 
 WIDTH = 32
 
@@ -121,3 +122,15 @@ def test_states_on_disk_have_the_bits_of_those_in_memory() -> None:
 def test_what_does_not_work_yet_is_named(stage: int, offload: dict[str, Any]) -> None:
     with pytest.raises(zeropp.ConfigError, match=r"not supported yet; |needs|stage"):
         prepared(stage, **offload)
+
+
+@on_ranks(2, devices=("sim",))
+def test_whole_units_have_the_memory_of_two_and_what_is_read_ahead() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    offload = zeropp.Offload(params="cpu", optimizer="cpu")
+    prefetch, grain = 4096, 4096  # of mapped memory on the simulated GPU
+    zeropp.prepare(model, None, zeropp.Config(stage=3, offload=offload, units=("Linear",), prefetch=prefetch))
+    unit = max(one.whole.nbytes for one in engine_of(model).units)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    wanted = -(-(2 * unit + prefetch) // grain) * grain
+    assert zeropp.memory(model)["device"]["gathered"]["held"] == wanted < 8 * unit
