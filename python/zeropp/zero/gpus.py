@@ -100,6 +100,13 @@ def _identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def bring(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
+    """Move to an accelerator what ``prepare`` does not move unit by unit; do nothing on the CPU."""
+    if device.type != "cpu":
+        bring_parameters(model, device)
+        bring_rest(model, device, ignored)
+
+
 def bring_parameters(model: nn.Module, device: torch.device) -> None:
     """Make parameters of the CPU ones of the device where ``parameter.data = ...`` cannot do it later.
 

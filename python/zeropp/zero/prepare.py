@@ -25,7 +25,7 @@ from zeropp.zero.accelerator import check_accelerator, check_parameter_device, d
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
-from zeropp.zero.gpus import bring_parameters, bring_rest, refuse_shared, require_gpu
+from zeropp.zero.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model import buffers, meta
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
 from zeropp.zero.model.init import is_sharded
@@ -92,9 +92,7 @@ def prepare(
             preflight()
     plans = _plan(model, optimizer, config, comm)
     meta.give_values(model, getattr(config.offload.params, "path", None))
-    if device.type != "cpu":
-        bring_parameters(model, device)
-        bring_rest(model, device, set(ignored_parameters(model, config.ignored)))
+    bring(model, device, set(ignored_parameters(model, config.ignored)))
     host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
     engine = make_engine(model, plans, config, comm, host_copy, moments_of(optimizer), device)
     for unit in engine.units:
