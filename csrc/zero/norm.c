@@ -144,41 +144,6 @@ static zpp_status run_sums(void *arg, void *native, const struct zpp_wait *wait,
                                 all->memory, err);
 }
 
-static void drop_memory(struct zpp_norm_memory *norm) {
-    if (norm->memory) zpp_device_free(norm->device, norm->memory, norm->bytes);
-    if (norm->host_bytes) zpp_device_unpin(norm->device, norm->host);
-    free(norm->host);
-    norm->memory = norm->host = NULL;
-    norm->bytes = norm->host_bytes = 0;
-}
-
-void zpp_norm_memory_free(struct zpp_norm_memory *norm) {
-    if (!norm) return;
-    drop_memory(norm);
-    if (norm->done) zpp_event_destroy(norm->done);
-    free(norm);
-}
-
-/* Room for `bytes` on the device and `host_bytes` on the host, which stays: to free memory of a GPU waits for all of
- * its streams, and to copy to memory that is not pinned waits for the copy. */
-static zpp_status reserve(struct zpp_norm_memory *norm, zpp_device *device, size_t bytes, size_t host_bytes,
-                          struct zpp_err *err) {
-    enum { PAGE_BYTES = 4096 }; /* what is pinned is whole pages */
-    host_bytes = (host_bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
-    norm->device = device;
-    zpp_status status = norm->done ? ZPP_OK : zpp_event_create(device, &norm->done, err);
-    if (status != ZPP_OK || (bytes <= norm->bytes && host_bytes <= norm->host_bytes)) return status;
-    drop_memory(norm);
-    norm->host = aligned_alloc(PAGE_BYTES, host_bytes);
-    if (!norm->host) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the sums of a norm");
-    status = zpp_device_pin(device, norm->host, host_bytes, err);
-    if (status != ZPP_OK) return status;
-    norm->host_bytes = host_bytes;
-    status = zpp_device_alloc(device, bytes, &norm->memory, err);
-    if (status == ZPP_OK) norm->bytes = bytes;
-    return status;
-}
-
 /* The host waits once, for the sums, which are a few bytes. */
 static zpp_status sum_on_device(const struct zpp_stepper *stepper, struct device_pieces *all,
                                 const struct zpp_wait *wait, struct zpp_err *err) {
@@ -187,7 +152,8 @@ static zpp_status sum_on_device(const struct zpp_stepper *stepper, struct device
     const size_t work_elems = zpp_norm_groups_work_elems(all->segments, all->count);
     const size_t sums_bytes = all->count * sizeof(double);
     all->device = zpp_stream_device(compute);
-    zpp_status status = reserve(norm, all->device, sums_bytes + (work_elems + 1) * sizeof(double), sums_bytes, err);
+    const size_t bytes = sums_bytes + (work_elems + 1) * sizeof(double);
+    zpp_status status = zpp_norm_memory_reserve(norm, all->device, bytes, sums_bytes, err);
     all->memory = norm->memory;
     all->sums = norm->host;
     if (status == ZPP_OK) status = zpp_stream_launch(compute, run_sums, &all, sizeof(struct device_pieces *), err);

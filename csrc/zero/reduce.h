@@ -121,7 +121,13 @@ zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, con
                                  unsigned char *bucket, struct zpp_err *err);
 zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
 
-/* reduce_shm.c: the same on one host, as one operation on the reduce stream. */
+/* A round of a reduction. OK: it is over; AGAIN and errors leave the reduction in it. */
+typedef zpp_status (*zpp_reduce_round)(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                                       struct zpp_err *err);
+/* Go on in round grad->round of `all`, which NULL ends. */
+zpp_status zpp_reduce_run_rounds(const zpp_reduce_round *all, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                                 struct zpp_err *err);
+/* reduce_shm.c: the reduction on one host, as one operation on the reduce stream. */
 zpp_status zpp_reduce_shm(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err);
 /* Parts of it: this rank's descriptor, and every rank's, of which peer_offsets are kept. */
 #define ZPP_NO_BUCKET UINT64_MAX

@@ -269,17 +269,11 @@ static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     return status;
 }
 
-static zpp_status (*const rounds[])(zpp_zero *, struct zpp_unit_grad *, const struct zpp_wait *, struct zpp_err *) = {
-    post, add, post_shard, copy};
+static const zpp_reduce_round rounds[] = {post, add, post_shard, copy, NULL};
 
 static zpp_status reduce(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)native;
-    struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
-    for (; grad->round < (int)(sizeof rounds / sizeof rounds[0]); grad->round++) {
-        const zpp_status status = rounds[grad->round](grad->zero, grad, wait, err);
-        if (status != ZPP_OK) return status;
-    }
-    return ZPP_OK;
+    return zpp_reduce_run_rounds(rounds, *(struct zpp_unit_grad **)arg, wait, err);
 }
 
 static zpp_status finish(zpp_zero *zero, struct zpp_err *err) {

@@ -160,15 +160,18 @@ static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     return ZPP_OK;
 }
 
-static zpp_status (*const rounds[])(zpp_zero *, struct zpp_unit_grad *, const struct zpp_wait *, struct zpp_err *) = {
-    arrived, pack, post, load, add, post_shard, copy};
+static const zpp_reduce_round rounds[] = {arrived, pack, post, load, add, post_shard, copy, NULL};
 
-zpp_status zpp_reduce_shm(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)native;
-    struct zpp_unit_grad *grad = *(struct zpp_unit_grad **)arg;
-    for (; grad->round < (int)(sizeof rounds / sizeof rounds[0]); grad->round++) {
-        const zpp_status status = rounds[grad->round](grad->zero, grad, wait, err);
+zpp_status zpp_reduce_run_rounds(const zpp_reduce_round *all, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
+                                 struct zpp_err *err) {
+    for (; all[grad->round]; grad->round++) {
+        const zpp_status status = all[grad->round](grad->zero, grad, wait, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
+}
+
+zpp_status zpp_reduce_shm(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native;
+    return zpp_reduce_run_rounds(rounds, *(struct zpp_unit_grad **)arg, wait, err);
 }

@@ -69,8 +69,10 @@ void zpp_stepper_fini(struct zpp_stepper *stepper);
 /* True if gradients are local, false if they are sharded. */
 bool zpp_zero_grads_are_local(const zpp_zero *zero);
 
-/* The memory of a device for its norm, after all work on it; NULL is fine (norm.c). */
-void zpp_norm_memory_free(struct zpp_norm_memory *memory);
+/* norm_memory.c: at least `bytes` on the device and `host_bytes` on the host. */
+zpp_status zpp_norm_memory_reserve(struct zpp_norm_memory *norm, zpp_device *device, size_t bytes, size_t host_bytes,
+                                   struct zpp_err *err);
+void zpp_norm_memory_free(struct zpp_norm_memory *norm); /* after all work on it; NULL is fine */
 
 /* --- shards ------------------------------------------------------------------------------------------------------- */
 

@@ -209,18 +209,6 @@ zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
     return status;
 }
 
-size_t optim_file_chunk_at(const struct record_stream *stream, size_t at, size_t *inside) {
-    const size_t wanted = at - stream->held_elems;
-    size_t first = 0, last = stream->chunks - 1;
-    while (first < last) {
-        const size_t middle = (first + last + 1) / 2;
-        if (stream->begins[middle] <= wanted) first = middle;
-        else last = middle - 1;
-    }
-    *inside = wanted - stream->begins[first];
-    return first;
-}
-
 /* --- copies ------------------------------------------------------------------------------------------------------- */
 
 /* From `at` on the record stream: how many elements lie together, and where. *held NULL: in chunk *chunk, *inside of

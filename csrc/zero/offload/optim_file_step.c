@@ -13,6 +13,18 @@
 #include "../../base/wait.h"
 #include "optim_file_internal.h"
 
+size_t optim_file_chunk_at(const struct record_stream *stream, size_t at, size_t *inside) {
+    const size_t wanted = at - stream->held_elems;
+    size_t first = 0, last = stream->chunks - 1;
+    while (first < last) {
+        const size_t middle = (first + last + 1) / 2;
+        if (stream->begins[middle] <= wanted) first = middle;
+        else last = middle - 1;
+    }
+    *inside = wanted - stream->begins[first];
+    return first;
+}
+
 /* `planes` of `stride` elements each, from `inside` on. */
 static void bind_states(const struct record_stream *stream, struct zpp_optim_segment *segment, float *planes,
                         size_t stride, size_t inside) {
