@@ -67,7 +67,8 @@ void zpp_reduce_count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *
         zpp_wire_quantises_grads(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
     int read = 0;
     if (zero->ranks == 1) return;
-    for (int rank = 0; rank < zero->ranks; rank++) read += rank != zero->rank && grad->peer_offsets[rank] != ZPP_NO_BUCKET;
+    for (int rank = 0; rank < zero->ranks; rank++)
+        read += rank != zero->rank && grad->peer_offsets[rank] != ZPP_NO_BUCKET;
     zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
                    (uint64_t)read * source_bytes);
 }
@@ -152,7 +153,8 @@ static zpp_status post_shard(zpp_zero *zero, struct zpp_unit_grad *grad, const s
 
 static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     if (!zero->copy_ring) return ZPP_OK;
-    const zpp_status status = zpp_reduce_read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
+    const zpp_status status =
+        zpp_reduce_read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
     if (status != ZPP_OK) return status;
     copy_shards(zero, grad);
     for (int rank = 0; rank < zero->ranks; rank++) grad->origins |= grad->peer_offsets[rank];
