@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,26 +130,36 @@ def _random(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
+def _each_length(at: At, make: Callable[[int], Tensor]) -> list[Tensor]:
+    return [at(make(elems)) for elems in _LENGTHS]
+
+
 def _step_case(
     call: Callable[..., Any], states: tuple[str, ...], kind: str, rates: dict[str, Any]
 ) -> Callable[[At], list[Tensor]]:
+    """Return a step of an optimizer with states of one kind; it returns all tensors that it wrote."""
+
     def held(elems: int, seed: int) -> Tensor:
         values = _random(elems, seed=seed).abs()
         return (values * 60).clamp(max=255).to(torch.uint8) if kind == "int8" else values.to(_DTYPES[kind])
 
+    def scale(elems: int) -> Tensor:
+        return _random(ops.moments_scales(elems), seed=5).abs()
+
     def case(at: At) -> list[Tensor]:
-        params = [at(_random(elems)) for elems in _LENGTHS]
-        grads = (
-            [[at(_random(elems, seed=1).bfloat16()) for elems in _LENGTHS]] if call is not ops.frozen_adam_step_ else []
-        )
-        moments = [[at(held(elems, 2 + k)) for elems in _LENGTHS] for k in range(len(states))]
-        outs = [at(torch.zeros(elems, dtype=torch.bfloat16)) for elems in _LENGTHS]
-        scales = [at(_random(ops.moments_scales(elems), seed=5).abs()) for _ in states for elems in _LENGTHS]
-        more = {"scales": scales} if kind == "int8" else {}
-        word, taken = at(torch.tensor([0.5])), at(torch.zeros(1, dtype=torch.int32))
-        scaled = {"grad_scale": word} if grads else {}
-        call(params, *grads, *moments, **rates, **more, **scaled, skip=taken, param_outs=outs)
-        return [*params, *(tensor for list_ in moments for tensor in list_), *outs, *(more.get("scales", []))]
+        params = _each_length(at, _random)
+        outs = _each_length(at, partial(torch.zeros, dtype=torch.bfloat16))
+        moments = [_each_length(at, partial(held, seed=2 + k)) for k in range(len(states))]
+        scales = [one for _ in states for one in _each_length(at, scale)] if kind == "int8" else []
+        given: dict[str, Any] = {"skip": at(torch.zeros(1, dtype=torch.int32)), "param_outs": outs}
+        if scales:
+            given["scales"] = scales
+        if call is ops.frozen_adam_step_:  # its gradients are in the averaged moment
+            call(params, *moments, **rates, **given)
+        else:
+            grads = _each_length(at, lambda elems: _random(elems, seed=1).bfloat16())
+            call(params, grads, *moments, **rates, **given, grad_scale=at(torch.tensor([0.5])))
+        return [*params, *(tensor for list_ in moments for tensor in list_), *outs, *scales]
 
     return case
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-import zeropp
 from zeropp import _C
 from zeropp.errors import ConfigError
 from zeropp.health.device import check_device, faults
@@ -56,7 +55,7 @@ def _folder() -> Path:
 def _key(device: torch.device) -> str:
     """Return a name for what the result depends on: the GPU, its driver, torch and this build."""
     built = Path(_C.__file__).stat()
-    parts = [zeropp.__version__, built.st_size, built.st_mtime_ns, torch.__version__, _C.cuda_driver(), device.type]
+    parts = [_C.version(), built.st_size, built.st_mtime_ns, torch.__version__, _C.cuda_driver(), device.type]
     if device.type == "cuda":
         parts.append(torch.cuda.get_device_properties(device).uuid)
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
