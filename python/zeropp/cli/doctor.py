@@ -43,21 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what was measured, on rank 0. Exit status: 0 healthy, 1 something is slow, dead or wrong, 2 not under torchrun."""
     if options.device is not None:
         return device_doctor.run(options.device, options.quick, options.json)
-    if options.quick:
-        return refuse("doctor", "--quick is for GPUs; name them, as in --device cuda")
-    if not 1 < options.factor < math.inf:
-        return refuse("doctor", f"--factor {options.factor} is not allowed; wanted a number above 1")
-    if not 0 < options.timeout <= MOST_TIMEOUT_S:
-        return refuse(
-            "doctor", f"--timeout {options.timeout} is not allowed; wanted seconds above 0, at most {MOST_TIMEOUT_S}"
-        )
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        return refuse(
-            "doctor",
-            f"no ranks ({', '.join(missing)} not set); start it as the job is started: torchrun --nproc-per-node 2 -m zeropp doctor",
-        )
-    wrong = _wrong_place(os.environ)
+    wrong = _wrong_option(options) or _wrong_place(os.environ)
     if wrong:
         return refuse("doctor", wrong)
     torch.set_num_threads(1)
@@ -74,8 +60,25 @@ def run(options: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
+def _wrong_option(options: argparse.Namespace) -> str:
+    """Return which option is wrong in a check of ranks; empty: none."""
+    if options.quick:
+        return "--quick is for GPUs; name them, as in --device cuda"
+    if not 1 < options.factor < math.inf:
+        return f"--factor {options.factor} is not allowed; wanted a number above 1"
+    if not 0 < options.timeout <= MOST_TIMEOUT_S:
+        return f"--timeout {options.timeout} is not allowed; wanted seconds above 0, at most {MOST_TIMEOUT_S}"
+    return ""
+
+
 def _wrong_place(environment: Mapping[str, str]) -> str:
     """Return what is wrong with these variables; torch would show a stack of its C++ code, or wait for a store."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        return (
+            f"no ranks ({', '.join(missing)} not set); start it as the job is started: "
+            "torchrun --nproc-per-node 2 -m zeropp doctor"
+        )
     numbers = {}
     for name, least, most in (("WORLD_SIZE", 1, 1 << 20), ("RANK", 0, 1 << 20), ("MASTER_PORT", 0, (1 << 16) - 1)):
         value = environment[name]

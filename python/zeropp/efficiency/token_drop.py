@@ -64,6 +64,10 @@ def _is_positions(value: Any, seq: int) -> bool:
     return isinstance(value, Tensor) and seq in value.shape[:2] and value.dim() in (2, 3)
 
 
+def _is_cos_and_sin(value: Any, seq: int) -> bool:
+    return isinstance(value, (tuple, list)) and all(_is_positions(one, seq) for one in value)
+
+
 def _has_sequence(value: Any, seq: int) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_has_sequence(one, seq) for one in value)
@@ -78,6 +82,27 @@ def cut(name: str, value: Any, seq: int, kept: Tensor, layer: str) -> Any:
     """
     if value is None or name in _OF_ANOTHER_SEQUENCE:
         return value
+    _refuse_all_tokens(name, layer)
+    if name.endswith("mask") and _is_mask(value, seq):
+        return _mask(value, kept)
+    if name.endswith("position_ids") and _is_positions(value, seq):
+        return _rows(value, kept)
+    if name == "position_embeddings" and _is_cos_and_sin(value, seq):
+        return tuple(_rows(one, kept) for one in value)
+    if name.endswith("mask") or _has_sequence(value, seq):
+        raise _refusal(
+            layer, name, f"{_told(value)}, and may belong to all {seq} tokens in a way that is not known",
+            "pass masks of 2 or 4 dimensions, position_ids or position_embeddings",
+        )  # fmt: skip
+    return value
+
+
+def _told(value: Any) -> str:
+    return f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+
+
+def _refuse_all_tokens(name: str, layer: str) -> None:
+    """Raise zeropp.Error for an argument whose name says that it holds for the whole sequence alone."""
     if name in _PACKED:
         raise _refusal(
             layer,
@@ -92,23 +117,6 @@ def cut(name: str, value: Any, seq: int, kept: Tensor, layer: str) -> Any:
             "biases the scores of all tokens (ALiBi, or T5's position bias)",
             "take a model with rotary or learned positions",
         )
-    if name.endswith("mask") and _is_mask(value, seq):
-        return _mask(value, kept)
-    if name.endswith("position_ids") and _is_positions(value, seq):
-        return _rows(value, kept)
-    if (
-        name == "position_embeddings"
-        and isinstance(value, (tuple, list))
-        and all(_is_positions(one, seq) for one in value)
-    ):
-        return tuple(_rows(one, kept) for one in value)
-    if name.endswith("mask") or _has_sequence(value, seq):
-        told = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-        raise _refusal(
-            layer, name, f"{told}, and may belong to all {seq} tokens in a way that is not known",
-            "pass masks of 2 or 4 dimensions, position_ids or position_embeddings",
-        )  # fmt: skip
-    return value
 
 
 def _refusal(layer: str, name: str, what: str, instead: str) -> Error:
