@@ -62,7 +62,17 @@ def make(kind: str = "adamw", **config):
         "amsgrad": lambda: torch.optim.Adam(groups, lr=LR, amsgrad=True),
         "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9),
         "lion": lambda: zeropp.optim.Lion(groups, lr=LR / 10),
+        "nesterov": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9, nesterov=True),
+        "adagrad": lambda: torch.optim.Adagrad(groups, lr=LR, initial_accumulator_value=0.1),
         "rmsprop": lambda: torch.optim.RMSprop(groups, lr=LR, momentum=0.5),
+        "rmsprop centered": lambda: torch.optim.RMSprop(groups, lr=LR, centered=True),
+        "adadelta": lambda: torch.optim.Adadelta(groups),
+        "adamax": lambda: torch.optim.Adamax(groups, lr=LR),
+        "nadam": lambda: torch.optim.NAdam(groups, lr=LR),
+        "radam": lambda: torch.optim.RAdam(groups, lr=LR),
+        "asgd": lambda: torch.optim.ASGD(groups, lr=LR, lambd=0.1, t0=2.0),
+        "rprop": lambda: torch.optim.Rprop(groups, lr=LR / 10),
+        "lamb": lambda: zeropp.optim.LAMB(groups, lr=LR),
     }[kind]()
     model, optimizer = prepare(model, optimizer, Config(**config))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 7], gamma=0.5)

@@ -74,6 +74,16 @@ def test_a_checkpoint_moves_to_more_ranks_and_another_stage(tmp_path):
     jobs(tmp_path, {"host_copy": "off"}, (3, {"stage": 2}))
 
 
+def test_a_state_of_one_number_a_parameter_moves_to_more_ranks(tmp_path):
+    """NAdam's product of momenta, also where a rank has no part, or one element, of a parameter."""
+    jobs(
+        tmp_path,
+        {"kind": "nadam", "host_copy": "off"},
+        (2, {"kind": "nadam", "host_copy": "off"}),
+        (3, {"kind": "nadam", "stage": 2}),
+    )
+
+
 @pytest.mark.slow
 def test_a_checkpoint_moves_between_ranks_stages_and_ways_of_holding(tmp_path):
     """Saved by two ranks that gather; loaded by the same, by one shared copy, by other stages, and by one and three

@@ -15,6 +15,12 @@ from zeropp.zero.engine import Engine, StepStrategy
 from zeropp.zero.model_state import Unit
 from zeropp.zero.step.custom import is_known, kind_of
 
+_SHARED: dict[type, frozenset[str]] = {
+    optim.NAdam: frozenset({"mu_product"}),
+    optim.ASGD: frozenset({"eta", "mu"}),
+}
+"""States that are one number a parameter. Outside of torch's optimizer they stand once an element, so that any rank count reads them."""
+
 
 class TorchStep(StepStrategy):
     """torch's optimizer over this rank's pieces, in the same groups. ``unit.grad_pool`` has the pieces of a unit."""
@@ -22,6 +28,7 @@ class TorchStep(StepStrategy):
     def __init__(self, optimizer: optim.Optimizer, engine: Engine) -> None:
         self._whole = engine.stage == 0  # an unknown optimizer sees parameters in their shapes there
         self._known = is_known(optimizer)
+        self._shared = _SHARED.get(kind_of(optimizer), frozenset())
         pieces: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for unit in engine.trained:
             for index, piece in self._new_pieces(unit):
@@ -82,11 +89,12 @@ class TorchStep(StepStrategy):
             if index not in unit.grad_pool:
                 continue
             for name, value in self.inner.state.get(unit.grad_pool[index], {}).items():
-                if isinstance(value, torch.Tensor) and name != "step" and value.numel() == elems:
+                shared = name in self._shared
+                if isinstance(value, torch.Tensor) and name != "step" and (shared or value.numel() == elems):
                     whole = found.setdefault(
                         name, torch.zeros(unit.shard.numel(), dtype=value.dtype, device=unit.device)
                     )
-                    whole[first : first + elems] = value.reshape(-1)
+                    whole[first : first + elems] = value if shared else value.reshape(-1)
         return found
 
     def states_in_place(self, unit: Unit) -> bool:
@@ -101,13 +109,24 @@ class TorchStep(StepStrategy):
             if not steps:
                 self._begin(piece)
                 continue
-            mine = {name: one[first : first + elems].clone().view(piece.shape) for name, one in values.items()}
+            missing = self._shared - values.keys()
+            if missing:
+                raise CheckpointError(
+                    f"load: the state '{min(missing)}' of '{unit.params[index].names[0]}', which {type(self.inner).__name__} needs, is not "
+                    "in the checkpoint: an older zeropp did not save it; load the weights alone: zeropp.load(path, model)"
+                )
+            mine = {
+                name: one[first].clone()
+                if name in self._shared
+                else one[first : first + elems].clone().view(piece.shape)
+                for name, one in values.items()
+            }
             step = torch.tensor(float(steps), device="cpu") if self._known else steps
             self.inner.state[piece] = {"step": step, **mine}
 
     def write_state(self, unit: Unit, kind: str, index: int, first: int, values: torch.Tensor) -> None:
         held = self.inner.state[unit.grad_pool[index]][kind]
-        held.copy_(values.view(held.shape))
+        held.copy_(values[0] if kind in self._shared else values.view(held.shape))
 
     def forget_states(self, unit: Unit) -> None:
         for piece in unit.grad_pool.values():
