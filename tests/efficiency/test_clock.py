@@ -80,6 +80,21 @@ def test_a_load_restores_the_step_for_every_optimizer() -> None:
             assert steps(again, other, 1, 1) == [(3, 0, True)]
 
 
+@on_ranks(1, 2)
+def test_a_load_restores_the_step_where_no_parameter_took_them_all() -> None:
+    """As with adapters in layers that some steps leave out."""
+    model, optimizer = prepared(stage=2)
+    for at in (0, 1, 0, 1):
+        model[at](torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    path = folder()
+    zeropp.save(path, model, optimizer)
+    again, other = prepared(stage=3)
+    zeropp.load(path, again, other)
+    assert engine_of(model).clock.step == engine_of(again).clock.step == 4
+
+
 @on_ranks(1)
 def test_evaluation_and_generation_do_not_train() -> None:
     model, _ = prepared()

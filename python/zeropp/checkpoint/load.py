@@ -100,7 +100,7 @@ def load(
         if optimizer is not None:
             _restore_groups(optimizer, content["optimizer"]["groups"])
             engine.scaler.restore(content.get("scaler"))
-            engine.clock.restore(max((one.get("steps", 0) for one in content["parameters"].values()), default=0))
+            engine.clock.restore(_steps_taken(content))
             _restore_private(engine, content, parts)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
@@ -377,6 +377,12 @@ def _restore_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
                 group[key].fill_(value)
             else:
                 group[key] = value
+
+
+def _steps_taken(content: Mapping[str, Any]) -> int:
+    """Return the optimizer's steps; a parameter without a gradient in some steps has taken fewer. Older manifests lack them."""
+    most = max((one.get("steps", 0) for one in content["parameters"].values()), default=0)
+    return int(content.get("steps", most))
 
 
 def _restore_private(engine: Engine, content: Mapping[str, Any], parts: _Parts) -> None:

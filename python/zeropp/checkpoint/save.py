@@ -383,6 +383,7 @@ def _describe(
             for unit in engine.units
         ],
         "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
+        "steps": None if optimizer is None else engine.clock.step,
         "scaler": None if optimizer is None else engine.scaler.state(),
         **({"private": [part["private"] for part in parts]} if "private" in parts[0] else {}),
         **({"loader": [part.get("loader") for part in parts]} if any("loader" in part for part in parts) else {}),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clock of a prepared model: what the choices of all techniques are functions of, besides the seed.
 
-Its only state is the number of steps taken, which a checkpoint has: the most steps that the optimizer took with any parameter.
+Its only state is the number of steps taken, which a checkpoint has.
 """
 
 from __future__ import annotations
