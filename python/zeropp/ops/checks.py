@@ -152,6 +152,12 @@ def call(name: str, op: Callable[..., Any], arguments: Sequence[Any], written: I
     return result
 
 
+def decode(name: str, op: Callable[..., Any], parts: Sequence[Tensor], dst: Tensor, numbers: Sequence[Any]) -> None:
+    """Call an operator that writes to ``dst`` the values that codes and scales stand for."""
+    check_tensor(name, "dst", dst, BOTH)
+    call(name, op, [*parts, dst, *numbers], [dst])
+
+
 def ask(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Call an operator that returns new tensors; what C refuses is a ValueError whose message names the function."""
     if torch.compiler.is_compiling():

@@ -79,21 +79,15 @@ def fp8_quantise_(src: Tensor, to: Fp8) -> None:
 
 
 def fp8_dequantise_(source: Fp8, dst: Tensor, *, accumulate: bool = False) -> None:
-    """Set ``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
+    """Set ``dst = code * scale``, or ``dst += code * scale``: fp32 arithmetic, one rounding to dst's dtype.
 
     Raises:
         TypeError, ValueError: as ``fp8_quantise_``.
     """
     name = "zeropp.ops.fp8_dequantise_"
-    checks.check_tensor(name, "dst", dst, checks.BOTH)
-    arguments = [
-        *_check_parts(name, "source", source),
-        dst,
-        FORMATS.index(source.format),
-        source.block_elems,
-        accumulate,
-    ]
-    checks.call(name, torch.ops.zeropp.fp8_dequantise_.default, arguments, [dst])
+    parts = _check_parts(name, "source", source)
+    numbers = [FORMATS.index(source.format), source.block_elems, accumulate]
+    checks.decode(name, torch.ops.zeropp.fp8_dequantise_.default, parts, dst, numbers)
 
 
 def _check_format(name: str, format: object, block_elems: object) -> None:

@@ -70,15 +70,15 @@ def onebit_compress_(src: Tensor, error: Tensor, to: OneBit) -> None:
 
 
 def onebit_decode_(source: OneBit, dst: Tensor, *, accumulate: bool = False) -> None:
-    """Set ``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
+    """Set ``dst = scale`` where the bit is 1 and ``-scale`` where it is 0, or add it: fp32 arithmetic, one rounding to dst's dtype.
 
     Raises:
         TypeError, ValueError: as ``onebit_compress_``.
     """
     name = "zeropp.ops.onebit_decode_"
-    checks.check_tensor(name, "dst", dst, checks.BOTH)
-    arguments = [*_check_parts(name, "source", source), dst, source.chunk_elems, accumulate]
-    checks.call(name, torch.ops.zeropp.onebit_decode_.default, arguments, [dst])
+    parts = _check_parts(name, "source", source)
+    numbers = [source.chunk_elems, accumulate]
+    checks.decode(name, torch.ops.zeropp.onebit_decode_.default, parts, dst, numbers)
 
 
 def onebit_reduce_(sources: Sequence[OneBit], error: Tensor, to: OneBit, *, factor: float = 1.0) -> None:

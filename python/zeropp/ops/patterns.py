@@ -103,12 +103,31 @@ def _add_globals(mask: Tensor, columns: Iterable[int], *, rows: bool) -> None:
         mask[here, :] = True
 
 
-def _add_random(mask: Tensor, count: int, causal: bool, seed: int, head: int) -> None:
-    """For each row ``count`` blocks that it does not look at yet, as far as there are; drawn from ``seed`` and head."""
-    draw = random.Random(f"zeropp sparse attention {seed} {head}")
-    for row in range(mask.shape[0]):
-        free = (~mask[row, : row + 1 if causal else mask.shape[0]]).nonzero().flatten().tolist()
-        mask[row, draw.sample(free, min(count, len(free)))] = True
+@dataclass(frozen=True, kw_only=True)
+class _WithRandom(Pattern):
+    """The base of patterns that have random blocks beyond the others."""
+
+    random: int = 0
+    """Random blocks of each row, beyond the others; of a causal pattern among the earlier ones."""
+    seed: int = 0
+    """What the random blocks are drawn from."""
+    per_head: bool = False
+    """Draw anew for each head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(random=0)
+
+    @property
+    def _heads_differ(self) -> bool:
+        return self.per_head and self.random > 0
+
+    def _add_random(self, mask: Tensor, head: int) -> None:
+        """For each row add blocks that it does not look at yet, as far as there are; drawn from ``seed`` and head."""
+        draw = random.Random(f"zeropp sparse attention {self.seed} {head}")
+        for row in range(mask.shape[0]):
+            free = (~mask[row, : row + 1 if self.causal else mask.shape[0]]).nonzero().flatten().tolist()
+            mask[row, draw.sample(free, min(self.random, len(free)))] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +174,7 @@ class Longformer(Pattern):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BigBird(Pattern):
+class BigBird(_WithRandom):
     """A sliding window, the first blocks global, and random blocks for each query (Zaheer et al. 2020)."""
 
     window: int = 3
@@ -164,23 +183,15 @@ class BigBird(Pattern):
     """How many blocks at the beginning are global."""
     random: int = 1
     """Random blocks of each row, beyond the others; of a causal pattern among the earlier ones."""
-    seed: int = 0
-    """What the random blocks are drawn from."""
-    per_head: bool = False
-    """Draw anew for each head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(window=1, global_first=0, random=0)
-
-    @property
-    def _heads_differ(self) -> bool:
-        return self.per_head and self.random > 0
+        self._require(window=1, global_first=0)
 
     def _head(self, head: int, blocks: int) -> Tensor:
         mask = _band(blocks, self.window // 2)
         _add_globals(mask, range(self.global_first), rows=True)
-        _add_random(mask, self.random, self.causal, self.seed, head)
+        self._add_random(mask, head)
         return mask
 
 
@@ -226,7 +237,7 @@ class Fixed(Pattern):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variable(Pattern):
+class Variable(_WithRandom):
     """Windows of different sizes side by side, chosen global blocks, and random ones."""
 
     windows: tuple[int, ...] = (4,)
@@ -235,24 +246,13 @@ class Variable(Pattern):
     """Blocks that all queries look at; those beyond the end of a short sequence are left out."""
     global_rows: bool = False
     """Global blocks look at everything, too."""
-    random: int = 0
-    """Random blocks of each row, beyond the others; of a causal pattern among the earlier ones."""
-    seed: int = 0
-    """What the random blocks are drawn from."""
-    per_head: bool = False
-    """Draw anew for each head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(random=0)
         _check_blocks(self._name, "global_blocks", self.global_blocks)
         _check_blocks(self._name, "windows", self.windows, least=1)
         if not self.windows:
             raise ValueError(f"{self._name}: windows is empty, wanted at least one size")
-
-    @property
-    def _heads_differ(self) -> bool:
-        return self.per_head and self.random > 0
 
     def _head(self, head: int, blocks: int) -> Tensor:
         mask = torch.zeros(blocks, blocks, dtype=torch.bool)
@@ -262,7 +262,7 @@ class Variable(Pattern):
             mask[start:end, start:end] = True
             start, index = end, index + 1
         _add_globals(mask, self.global_blocks, rows=self.global_rows)
-        _add_random(mask, self.random, self.causal, self.seed, head)
+        self._add_random(mask, head)
         return mask
 
 

@@ -88,15 +88,15 @@ def quantise_(src: Tensor, to: Quantised) -> None:
 
 
 def dequantise_(source: Quantised, dst: Tensor, *, accumulate: bool = False) -> None:
-    """Set ``dst = value``, or ``dst += value``: fp32 arithmetic, one rounding to dst's dtype.
+    """Set ``dst = code * scale + mid``, or add it to dst: fp32 arithmetic, one rounding to dst's dtype.
 
     Raises:
         TypeError, ValueError: as ``quantise_``.
     """
     name = "zeropp.ops.dequantise_"
-    checks.check_tensor(name, "dst", dst, checks.BOTH)
-    arguments = [*_check_parts(name, "source", source), dst, source.bits, source.block_elems, accumulate]
-    checks.call(name, torch.ops.zeropp.dequantise_.default, arguments, [dst])
+    parts = _check_parts(name, "source", source)
+    numbers = [source.bits, source.block_elems, accumulate]
+    checks.decode(name, torch.ops.zeropp.dequantise_.default, parts, dst, numbers)
 
 
 def quant_sum_(sources: Sequence[Quantised], dst: Tensor, *, factor: float = 1.0) -> None:
