@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from zeropp import _C
@@ -154,8 +155,6 @@ def _load() -> None:
 
 def _register_names() -> None:
     """Make zeropp's names known to Lightning and transformers, where they are imported already: neither has entry points."""
-    import sys
-
     if "transformers.modeling_utils" in sys.modules:
         importlib.import_module("zeropp.efficiency.attention").register()
     if any(

@@ -24,6 +24,8 @@ from torch import nn
 
 import zeropp
 from zeropp import checkpoint, zero  # their modules are loaded when the first model is prepared
+from zeropp.comm import default_group
+from zeropp.config import as_config
 from zeropp.errors import ConfigError
 
 logger = logging.getLogger("zeropp")
@@ -39,8 +41,6 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 def _begin_group(handlers: Iterable[Any]) -> None:
     """On CPUs the ranks meet over zeropp, unless a handler names another backend, or another way to meet."""
-    from zeropp.comm import default_group
-
     asked = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), InitProcessGroupKwargs())
     if asked.backend in (None, InitProcessGroupKwargs.backend) and asked.init_method is None:
         default_group.begin(asked.timeout)
@@ -73,8 +73,6 @@ class ZeroppAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *, zeropp: Any = None, **more: Any) -> None:
-        from zeropp.config import as_config
-
         config = as_config(zeropp, "ZeroppAccelerator")
         for name, default, instead in (
             ("accumulate", 1, f"ZeroppAccelerator(gradient_accumulation_steps={config.accumulate})"),

@@ -7,6 +7,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COMMANDS = {
     "run": "a script written for DeepSpeed, unchanged: in this process `import deepspeed` means zeropp",
@@ -46,6 +50,22 @@ def refuse(command: str, error: BaseException | str, status: int = 2) -> int:
     text = " ".join(str(error).split()).removeprefix(f"{command}: ")
     print(f"python -m zeropp {command}: {text}", file=sys.stderr)
     return status
+
+
+def new_table(title: str | None = None, **options: Any) -> Table:
+    """Return a table of rich without lines; most commands print none, so rich is loaded here."""
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=None, **options)
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines on standard output, in the terminal's width."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    for part in parts:
+        console.print(part)
 
 
 def at_least_one(text: str) -> int:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 
 import torch
 
-from zeropp.cli import refuse
+from zeropp.cli import new_table, refuse, show
 from zeropp.errors import Error, counted, one_line
 from zeropp.health.device import Finding, check_device
 
@@ -79,16 +78,12 @@ def _copy(one: torch.device, other: torch.device) -> tuple[float, bool]:
 
 
 def _print(found: dict[str, list[Finding]], failed: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(file=sys.stdout, highlight=False, markup=False)
     for device, findings in found.items():
-        table = Table(title=device, title_justify="left", box=None)
+        table = new_table(device)
         for name in ("what", "found", "instead"):
             table.add_column(name, overflow="fold")
         for finding in findings:
             table.add_row(finding.name, finding.why or "right", finding.instead)
-        console.print(table)
+        show(table)
     all_of = counted(sum(map(len, found.values())), "check")
-    console.print(f"{failed} of {all_of} failed" if failed else f"healthy: {all_of}, all right")
+    show(f"{failed} of {all_of} failed" if failed else f"healthy: {all_of}, all right")

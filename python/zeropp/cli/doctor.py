@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropp.cli import device_doctor, refuse
+from zeropp.cli import device_doctor, new_table, refuse, show
 from zeropp.errors import CommError, counted, one_line
 from zeropp.health import Report, check
 
@@ -106,26 +105,17 @@ def _dead(error: CommError, options: argparse.Namespace) -> int:
 
 def print_report(report: Report) -> None:
     """Print tables of the ranks alone, the pairs and the whole, and the conclusion."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, highlight=False, markup=False)
-    for table in _tables(report):
-        console.print(table)
-    for fault in report.faults:
-        console.print(str(fault))
-    if not report.faults:
-        console.print(f"healthy: {counted(report.ranks, 'rank')}, none slower than its like")
+    healthy = f"healthy: {counted(report.ranks, 'rank')}, none slower than its like"
+    show(*_tables(report), *(map(str, report.faults) if report.faults else [healthy]))
 
 
 def _tables(report: Report) -> list[Any]:
-    from rich.table import Table
-
-    alone = Table(title="each rank by itself", title_justify="left", box=None)
+    alone = new_table("each rank by itself")
     for name in ("rank", "host", "copy GB/s", "matrix product GFLOP/s"):
         alone.add_column(name, justify="left" if name == "host" else "right")
     for one in report.alone:
         alone.add_row(str(one.rank), one.host, f"{one.copy_gb_per_s:.1f}", f"{one.matmul_gflops:.1f}")
-    between = Table(title="all-reduce: us below 1 MB, GB/s from there", title_justify="left", box=None)
+    between = new_table("all-reduce: us below 1 MB, GB/s from there")
     between.add_column("ranks")
     for size in report.whole:
         between.add_column(_size(size), justify="right")

@@ -7,7 +7,6 @@ import argparse
 import ctypes
 import json
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 import zeropp
 from zeropp import _C
+from zeropp.cli import new_table, show
 from zeropp.deepspeed import names as deepspeed_names
 from zeropp.errors import Error
 from zeropp.zero.gpus import cuda_version_text, needed_driver
@@ -131,12 +131,9 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def print_table(found: dict[str, Any]) -> None:
     """Print ``rows``, in two columns that fold to the terminal's width."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = new_table(show_header=False, pad_edge=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for what, text in rows(found):
         table.add_row(what, text)
-    Console(file=sys.stdout, highlight=False, markup=False).print(table)
+    show(table)

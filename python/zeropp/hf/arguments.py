@@ -13,6 +13,7 @@ import transformers
 from transformers.utils import strtobool
 
 import zeropp
+from zeropp.comm import default_group
 from zeropp.errors import ConfigError, what_it_is
 
 HELP = "zeropp: a configuration file (zeropp's or DeepSpeed's), JSON text, or a dict; trains with ZeRO"
@@ -28,8 +29,6 @@ def _restore(base: type, state: dict[str, Any]) -> Any:
 
 def _begin_group(arguments: Any) -> None:
     """On CPUs the ranks meet over zeropp; with ``--ddp_backend gloo`` over that."""
-    from zeropp.comm import default_group
-
     on_cpu = arguments.use_cpu or strtobool(os.environ.get("ACCELERATE_USE_CPU", "false"))
     if on_cpu and arguments.ddp_backend in (None, default_group.BACKEND):
         default_group.begin(timedelta(seconds=arguments.ddp_timeout))

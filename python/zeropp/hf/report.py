@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -61,8 +62,6 @@ class MemoryTable(TrainerCallback):
         if args.disable_tqdm:
             logger.info(memory_table(model))
         else:
-            from tqdm import tqdm  # type: ignore[import-untyped]
-
             tqdm.write(memory_table(model), file=sys.stderr)
 
 
