@@ -42,7 +42,7 @@ from zeropp.files.disk import disk, storage_errors, write_text
 from zeropp.files.heap_trim import byte_view
 
 BLOCK = 4096
-"""Samples that a worker reads and measures at a time."""
+"""Samples between two places where a run that was killed can go on."""
 SAVE_S = 3.0
 _STATE = "state.json"
 _log = logging.getLogger(__name__)
@@ -119,16 +119,22 @@ class _Blocks(Dataset[Any]):
         return -(-len(self.dataset) // BLOCK)
 
     def __getitem__(self, block: int) -> Any:
-        first = block * BLOCK
-        numbers = range(first, min(first + BLOCK, len(self.dataset)))
-        many = getattr(self.dataset, "__getitems__", None)
-        samples = many(list(numbers)) if many is not None else [self.dataset[number] for number in numbers]
+        numbers = range(block * BLOCK, min((block + 1) * BLOCK, len(self.dataset)))
+        few = measures.samples_at_a_time(self.metrics, BLOCK)
         try:
-            if self.information is None:
-                return measures.count_tokens(samples, first, self.tokens)
-            return measures.of_block(samples, first, self.metrics, self.columns, self.information, self.tokens)
+            made = [self._measure(numbers[first : first + few]) for first in range(0, len(numbers), few)]
         except ConfigError as error:  # as a value: from a worker, an exception would arrive as the text of a traceback
             return str(error)
+        if self.information is None:
+            return measures.sum_of_counts(made)
+        return [torch.cat(parts) for parts in zip(*made, strict=True)]
+
+    def _measure(self, numbers: range) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        samples = many(list(numbers)) if many is not None else [self.dataset[number] for number in numbers]
+        if self.information is None:
+            return measures.count_tokens(samples, numbers.start, self.tokens)
+        return measures.of_block(samples, numbers.start, self.metrics, self.columns, self.information, self.tokens)
 
 
 @dataclass

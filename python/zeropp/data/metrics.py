@@ -5,7 +5,7 @@
     vocab_rarity         the integer part of the sum of -log p(token) over these tokens; p(token) is its share of all tokens
     seqlen_vocab_rarity  seqlen * 10^(ceil(log10(largest rarity)) + 1) + vocab_rarity
 
-A user's metric is a function of one sample that returns a number. All are computed a block of samples at a time.
+A user's metric is a function of one sample that returns a number. All are computed for many samples at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zeropp.errors import ConfigError, one_line, shown, what_it_is
 
 NAMED = ("seqlen", "vocab_rarity", "seqlen_vocab_rarity")
 _MOST_TOKEN = 1 << 24
+_FEW = 128
 
 
 class Batched:
@@ -78,6 +79,16 @@ def check_metric(name: str, metric: Any) -> None:
         raise ConfigError(
             f"analyse: metric '{name}' is {what_it_is(metric)}; wanted {', '.join(NAMED)} or a function of a sample"
         )
+
+
+def samples_at_a_time(metrics: Mapping[str, Any], most: int) -> int:
+    """Return how many samples to hold at a time: few, but whole batches of each function of a batch.
+
+    Objects that live while some hundreds of others are made are what Python's garbage collector examines again and again.
+    """
+    batches = [metric.batch for metric in metrics.values() if isinstance(metric, Batched)]
+    whole = math.lcm(*batches)
+    return most if whole > most else whole * max(1, _FEW // whole)
 
 
 def describe(metric: Any) -> str:
@@ -203,6 +214,14 @@ def count_tokens(samples: Sequence[Any], first: int, tokens: str) -> Tensor:
             f"{_MOST_TOKEN - 1}: mark padding with an attention_mask"
         )
     return torch.bincount(kept)
+
+
+def sum_of_counts(counts: Sequence[Tensor]) -> Tensor:
+    """Return how often each token occurs, out of the counts of parts, which are as long as their largest token asks."""
+    most = torch.zeros(max(map(len, counts), default=0), dtype=torch.int64)
+    for one in counts:
+        most[: len(one)] += one
+    return most
 
 
 def information_of(counts: Tensor) -> Tensor:
