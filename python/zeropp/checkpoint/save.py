@@ -378,10 +378,7 @@ def _describe(
         "parameters": _describe_parameters(engine, parts, left_out),
         **({"left_out": sorted(left_out)} if left_out else {}),
         "buffers": parts[0]["buffers"],
-        "units": [
-            {"name": unit.name, "elems": unit.elems, "parameters": [entry.names[0] for entry in unit.params]}
-            for unit in engine.units
-        ],
+        "units": _describe_units(engine),
         "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
         "steps": None if optimizer is None else engine.clock.step,
         "scaler": None if optimizer is None else engine.scaler.state(),
@@ -391,6 +388,13 @@ def _describe(
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],
     }
+
+
+def _describe_units(engine: Engine) -> list[dict[str, Any]]:
+    return [
+        {"name": unit.name, "elems": unit.elems, "parameters": [entry.names[0] for entry in unit.params]}
+        for unit in engine.units
+    ]
 
 
 def _describe_parameters(engine: Engine, parts: list[dict[str, Any]], left_out: set[str]) -> dict[str, Any]:
