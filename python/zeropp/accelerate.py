@@ -131,7 +131,7 @@ class ZeroppAccelerator(Accelerator):
     def _partition(self, model: nn.Module, optimizer: Any) -> None:
         if not zero.prepare.is_prepared(model):
             config = zeropp.Config() if self.zeropp_config is None else self.zeropp_config
-            zeropp.prepare(model, optimizer, zero.accelerator.placed(config, self.device))
+            zeropp.prepare(model, optimizer, zero.model.accelerator.placed(config, self.device))
         elif optimizer is not None and not isinstance(optimizer, zero.step.optimizer.ZeroOptimizer):
             zero.prepare.attach(model, optimizer)
         from zeropp.nn.generation import gather_for_generation

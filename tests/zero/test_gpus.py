@@ -16,7 +16,7 @@ from ranks import of_all_ranks, on_ranks
 from torch import nn
 from zeropp import _C
 from zeropp.comm.group import communicator
-from zeropp.zero import gpus
+from zeropp.zero.model import gpus
 
 Patch = Callable[..., None]
 

@@ -17,7 +17,7 @@ from zeropp import _C
 from zeropp.cli import new_table, show
 from zeropp.deepspeed import names as deepspeed_names
 from zeropp.errors import Error
-from zeropp.zero.gpus import cuda_version_text, needed_driver
+from zeropp.zero.model.gpus import cuda_version_text, needed_driver
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

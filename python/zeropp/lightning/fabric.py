@@ -16,8 +16,8 @@ from torch import nn
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import load_shards, must_move, registered, save_shards, take_config
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
-from zeropp.zero.accelerator import placed
 from zeropp.zero.engine import engine_of
+from zeropp.zero.model.accelerator import placed
 from zeropp.zero.model.init import construction
 from zeropp.zero.step.optimizer import ZeroOptimizer, scaled_for
 

@@ -22,8 +22,8 @@ from zeropp.lightning.common import (
     take_config,
 )
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
-from zeropp.zero.accelerator import placed
 from zeropp.zero.engine import engine_of
+from zeropp.zero.model.accelerator import placed
 from zeropp.zero.model.forward import cast_inputs
 from zeropp.zero.model.init import construction
 from zeropp.zero.step.optimizer import ZeroOptimizer, scaled_for

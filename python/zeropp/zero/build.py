@@ -85,8 +85,7 @@ def _make_core(
     model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, device: torch.device
 ) -> Any:
     """Return the core in C with all units, sealed. Where hosts have copies of quantised weights, their ranks share one."""
-    several_hosts = comm is not None and comm.hosts > 1
-    share_reads = several_hosts and config.stored_name is not None
+    share_reads = comm is not None and comm.hosts > 1 and config.stored_name is not None
     core = _C.Zero(
         config.stage,
         comm,
@@ -101,10 +100,20 @@ def _make_core(
         device.index or 0,
         shards_on_device(config, device),
     )
+    _set_options(core, config, comm)
+    _add_units(core, model, plans, config, comm, host_copy, device)
+    core.seal()
+    if _uses_nvme(config):
+        core.trim_gradients()
+    return core
+
+
+def _set_options(core: Any, config: Config, comm: Any) -> None:
+    """Set what the core's constructor does not take; the core wants it before its units."""
     if comm is not None:
         bits = {"exact": 0, "int8": 8, "int4": 4}
         core.set_wire(bits[config.comm.params], bits[config.comm.grads], config.comm.block_elems)
-    if config.comm.secondary_shard and several_hosts:
+    if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
         core.set_secondary(host_communicator())
     if tier_of(config, "grads").kind == "nvme":
         core.set_grads_fraction(tier_of(config, "grads").fraction)
@@ -112,11 +121,6 @@ def _make_core(
         core.pool_grads()
     if config.offload.delayed_update is not None:
         core.delay_steps()
-    _add_units(core, model, plans, config, comm, host_copy, device)
-    core.seal()
-    if _uses_nvme(config):
-        core.trim_gradients()
-    return core
 
 
 def _uses_nvme(config: Config) -> bool:

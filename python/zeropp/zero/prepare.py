@@ -20,14 +20,15 @@ from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
 from zeropp.efficiency import attach as efficiency
 from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
+from zeropp.health import preflight
 from zeropp.health.first_use import require_healthy
-from zeropp.zero.accelerator import check_accelerator, check_parameter_device, device_of
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
-from zeropp.zero.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model import buffers, meta
+from zeropp.zero.model.accelerator import check_accelerator, check_parameter_device, device_of
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
+from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import engines, raise_strays, ref_of
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
@@ -87,8 +88,6 @@ def prepare(
     if comm is not None:
         check_same_config(comm, config, optimizer)
         if config.preflight:
-            from zeropp.health import preflight
-
             preflight()
     plans = _plan(model, optimizer, config, comm)
     meta.give_values(model, getattr(config.offload.params, "path", None))

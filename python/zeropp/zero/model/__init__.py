@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's module: its units, parameters, buffers, and its construction in shards."""
+"""The user's module: its units, parameters, buffers, its construction in shards, and the device that it comes to."""
 
 from zeropp.zero import lazy_modules
 
