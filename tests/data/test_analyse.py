@@ -73,6 +73,17 @@ def test_samples_may_be_plain_rows(tmp_path: Path, kind: str) -> None:
     assert index.values("rarity").tolist() == by_loops(rows)["rarity"]
 
 
+def test_padding_may_have_numbers_that_no_token_has(tmp_path: Path) -> None:
+    samples = [
+        {"input_ids": [1, 2, 999], "attention_mask": [1, 1, 0]},
+        {"input_ids": [3, -1], "attention_mask": [1, 0]},
+    ]
+    index = analyse(samples, METRICS, tmp_path / "index")
+    plain = analyse([[1, 2], [3]], METRICS, tmp_path / "plain")
+    assert all(torch.equal(index.values(name), plain.values(name)) for name in METRICS)
+    analyse([{"input_ids": [7], "attention_mask": [0]}], METRICS, tmp_path / "padding alone")
+
+
 def test_a_dataset_gives_many_samples_at_once_where_it_can(tmp_path: Path) -> None:
     class Many(Rows):
         def __getitems__(self, numbers: list[int]) -> list[Any]:

@@ -127,7 +127,9 @@ def of_block(
         flat, lengths, counted = flat_tokens(samples, first, tokens)
         results["seqlen"] = _sums(counted.to(torch.float64), lengths)
         if "vocab_rarity" in columns:
-            results["vocab_rarity"] = _sums(information[flat] * counted, lengths).trunc()
+            rarity = torch.zeros(len(flat), dtype=torch.float64)
+            rarity[counted] = information[flat[counted]]  # padding may have any number, also one that was never counted
+            results["vocab_rarity"] = _sums(rarity, lengths).trunc()
     for column in columns:
         if column.startswith("="):
             results[column] = _of_function(samples, first, column[1:], metrics[column[1:]])
