@@ -68,6 +68,13 @@ class Batch:
 Pair = collections.namedtuple("Pair", "inputs targets")
 
 
+def test_labels_of_classes_are_not_cut() -> None:
+    """Several classes a sample: transformers takes their labels as fractions."""
+    model, _ = prepared(Growth(4, S, steps=10, multiple=4))
+    batch = zeropp.data.cut({"input_ids": ids(), "labels": torch.ones(2, S + 5)}, model)
+    assert batch["input_ids"].shape == (2, 4) and batch["labels"].shape == (2, S + 5)
+
+
 @pytest.mark.parametrize("form", ["tuple", "list", "named", "dataclass", "tensor", "nested", "encoding"])
 def test_keeps_the_form_of_the_batch(form: str) -> None:
     whole: dict[str, Callable[[], Any]] = {

@@ -29,7 +29,8 @@ def cut(batch: Any, model: nn.Module, *, dims: Mapping[str, int] | None = None) 
     Args:
         batch: a tensor, or a mapping, tuple, list or dataclass of them, also nested. Of a tensor of shape (B, S, ...) dimension 1 is
             cut, where S is the length of ``input_ids``, or of the first tensor of whole numbers. ``labels`` and ``decoder_*`` may
-            have a length of their own. Of position ids the last dimension is cut, of masks (B, S, S) and (B, H, S, S) the last two.
+            have a length of their own; labels of a floating-point type, as of several classes, are cut where they have S columns.
+            Of position ids the last dimension is cut, of masks (B, S, S) and (B, H, S, S) the last two.
         model: prepared. In evaluation mode, or without ``seq_length`` in its configuration, the batch is returned as it is.
         dims: the sequence dimension of a tensor, by its key, where these rules are wrong.
 
@@ -88,7 +89,7 @@ def _dims(name: str, tensor: Tensor, seq: int, given: Mapping[str, int]) -> tupl
         return (len(shape) - 1,)
     if len(shape) > 2 and shape[-2:] == (seq, seq) and "mask" in name:
         return (len(shape) - 2, len(shape) - 1)
-    own = name == "labels" or name.startswith("decoder_")
+    own = (name == "labels" and not tensor.is_floating_point()) or name.startswith("decoder_")
     return (1,) if own or shape[1] == seq else ()
 
 
