@@ -16,7 +16,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zeropp import Config, Efficiency, Growth, LayerDrop, TokenDrop, ops
-from zeropp.efficiency import layers, token_drop
+from zeropp.efficiency import layer_drop, layers, token_drop
 
 SEQ, KEEP, BATCH, SEED = 16, 6, 6, 11
 SIZES = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=4, vocab_size=64, intermediate_size=48)
@@ -258,6 +258,61 @@ def test_together_with_layer_dropping() -> None:
     model(torch.ones(2, SEQ, 8).cumsum(1))
     same = (seen[0] == x[0]).all(-1).sum(1)
     assert same.tolist() == [SEQ - KEEP] * 2
+
+
+class ByHand:
+    """A model whose layers get the kept tokens by torch's indexing, and are left out and scaled by hand."""
+
+    def __init__(self, model: nn.Module, drop: LayerDrop) -> None:
+        self.drop, self.step, self.ran = drop, 0, []
+        self.stack = [layer for _, layer in layers.stacks(model)[0]]
+        for number, layer in enumerate(self.stack):
+            layer.forward = self.around(layer.forward, number)
+            rate = layer_drop.keep_rates(drop.at(0), len(self.stack))[number]
+            layer.self_attn.register_forward_hook(lambda m, args, out, rate=rate: (out[0] / rate, *out[1:]))
+            layer.mlp.register_forward_hook(lambda m, args, out, rate=rate: out / rate)
+
+    def around(self, forward: Any, number: int) -> Any:
+        def run(x: Tensor, **kwargs: Any) -> Tensor:
+            if layer_drop.dropped(self.drop, SEED, self.step, 0, [len(self.stack)])[number]:
+                return x
+            self.ran.append(number)
+            if number in (0, len(self.stack) - 1):
+                return forward(x, **kwargs)
+            batch, seq = x.shape[:2]
+            kept = ops.token_sample(batch, seq, 40, seed=token_drop.seed_of(SEED, self.step), layer=number).long()
+            row = torch.arange(batch)[:, None]
+            kwargs["attention_mask"] = kwargs["attention_mask"][row, kept]
+            rotary = kwargs["position_embeddings"]
+            kwargs["position_embeddings"] = tuple(one.expand(batch, -1, -1)[row, kept] for one in rotary)
+            return x.index_put((row, kept), forward(x[row, kept], **kwargs))
+
+        return run
+
+
+@on_ranks(1, 2)
+def test_together_with_layer_dropping_and_sparse_attention() -> None:
+    """Tokens are dropped first, so the blocks of a pattern are counted over the kept ones."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    drop, pattern = LayerDrop(keep=lambda step: 0.4), zeropp.nn.Local(block=16, window=1)
+    plain = zeropp.nn.sparsify_attention(make("llama"), pattern)
+    by_hand = ByHand(plain, drop)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = make("llama")
+    efficiency = Efficiency(token_drop=TokenDrop(keep=lambda step: 40), layer_drop=drop, attention=pattern, seed=SEED)
+    model, ours = zeropp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(efficiency=efficiency))
+    for step in range(6):
+        by_hand.step, ids = step, torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(step))
+        mask = torch.arange(64) < torch.tensor([[64], [50]])
+        wanted = plain(input_ids=ids, attention_mask=mask).logits
+        mine = slice(rank * 2 // ranks, (rank + 1) * 2 // ranks)
+        got = model(input_ids=ids[mine], attention_mask=mask[mine]).logits
+        assert torch.allclose(got[mask[mine]], wanted[mine][mask[mine]], atol=1e-5), step
+        for logits, optimizer in ((wanted, theirs), (got, ours)):
+            logits.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 6 < len(by_hand.ran) < 24 and {1, 2} & set(by_hand.ran), by_hand.ran
 
 
 @on_ranks(1)
