@@ -200,10 +200,36 @@ std::vector<at::Tensor> fresh_results(const Job &job) {
     return fresh;
 }
 
+// Backwards of norms, and the places of their arguments.
+struct NormBackward {
+    const char *name;
+    size_t input, weight, statistics[2];
+};
+const NormBackward norm_backwards[] = {{"aten::native_layer_norm_backward", 1, 5, {3, 4}},
+                                       {"aten::native_batch_norm_backward", 1, 2, {5, 6}}};
+
+// The statistics of a norm are fp32 on a device, as the Meta kernels say. The CPU's kernels keep them in the dtype of
+// the input, unless the weight has another one, and want that back. They were rounded to it in the forward.
+void give_statistics_as_the_cpu_has_them(Job *job) {
+    for (const NormBackward &norm : norm_backwards) {
+        if (job->name != norm.name) continue;
+        const c10::IValue &weight = job->args[norm.weight];
+        const auto dtype = job->args[norm.input].toTensor().scalar_type();
+        const bool has_weight = weight.isTensor() && weight.toTensor().defined();
+        if (has_weight && weight.toTensor().scalar_type() != dtype) return;
+        for (const size_t at : norm.statistics) {
+            const c10::IValue statistic = job->args[at];
+            if (statistic.isTensor() && statistic.toTensor().defined())
+                job->args[at] = statistic.toTensor().to(dtype);
+        }
+    }
+}
+
 void run_job(void *arg) {
     std::unique_ptr<Job> job(static_cast<Job *>(arg));
     at::AutoDispatchBelowADInplaceOrView below;
     try {
+        give_statistics_as_the_cpu_has_them(job.get());
         job->op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &job->args);
         const auto fresh = fresh_results(*job);
         for (size_t i = 0; i < job->results.size() && i < fresh.size(); i++)
@@ -328,6 +354,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_local_scalar_dense", item);
     m.impl("record_stream", record_stream);
     m.impl("_fused_sdp_choice", attention_kind);
+    // Without this line torch takes a formula of other operators, whose bits are not those of the CPU.
+    m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
