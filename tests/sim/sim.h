@@ -40,6 +40,8 @@ void sim_set_one_queue(bool one_queue);
 void sim_finish(void);
 /* The same for at most `ms` milliseconds. False: `stuck` tells which stream is at which operation. */
 bool sim_finish_within(uint64_t ms, char *stuck, size_t stuck_bytes);
+/* Stop for good, at the end of the program: what is still enqueued is not run, and no call waits any more. */
+void sim_stop(void);
 
 /* --- streams and events ------------------------------------------------------------------------------------------- */
 
@@ -76,6 +78,9 @@ int sim_alloc(int device, size_t bytes, void **out); /* filled with NaN; 256-byt
 int sim_free(void *memory);                          /* waits for the device's streams */
 int sim_host_alloc(size_t bytes, void **out);        /* page-locked */
 int sim_host_free(void *memory);
+/* Ranks that are threads share their mappings under ThreadSanitizer. With true, each of them may register the same
+ * memory; otherwise the second one is an error, as on a GPU. */
+void sim_share_registrations(bool shared);
 
 /* --- what happened ------------------------------------------------------------------------------------------------ */
 

@@ -263,15 +263,19 @@ static void begin(void) {
     begun = true;
 }
 
-/* The program ends: what is still enqueued is not run. */
-__attribute__((destructor)) static void end(void) {
-    if (!begun) return;
+/* Operations of torch need its static objects, and some need Python. So the executor stops before those are gone:
+ * torch's device asks for it when Python exits, and other programs get it here. */
+void sim_stop(void) {
     pthread_mutex_lock(&lock);
+    const bool running = begun && !stopping;
     stopping = true;
-    pthread_cond_signal(&work_came);
+    if (running) pthread_cond_signal(&work_came);
+    if (running) pthread_cond_broadcast(&work_done);
     pthread_mutex_unlock(&lock);
-    pthread_join(executor, NULL);
+    if (running) pthread_join(executor, NULL);
 }
+
+__attribute__((destructor)) static void end(void) { sim_stop(); }
 
 /* --- calls of the host -------------------------------------------------------------------------------------------- */
 
@@ -293,7 +297,7 @@ static void await_mark(struct mark *mark, uint64_t until_ns) {
     struct waiter me = {waiters, mark}, **link = &waiters;
     if (pthread_equal(pthread_self(), executor)) sim_fatal("an operation of a stream waits for a stream");
     waiters = &me;
-    while (!mark->done && (!until_ns || sim_now_ns() < until_ns)) {
+    while (!mark->done && !stopping && (!until_ns || sim_now_ns() < until_ns)) {
         pthread_cond_signal(&work_came);
         if (until_ns) wait_until(&work_done, until_ns);
         else pthread_cond_wait(&work_done, &lock);
@@ -309,7 +313,7 @@ static void progress_at_random(void) {
     struct mark until = {1, false, stream, stream->first->order};
     struct waiter me = {waiters, &until}, **link = &waiters;
     waiters = &me;
-    while (stream->first && stream->first->order == until.order) {
+    while (!stopping && stream->first && stream->first->order == until.order) {
         pthread_cond_signal(&work_came);
         pthread_cond_wait(&work_done, &lock);
     }
@@ -321,7 +325,7 @@ static void progress_at_random(void) {
 static int leave(int result) {
     if (!pthread_equal(pthread_self(), executor)) {
         if (seed) progress_at_random();
-        while (eager_work()) {
+        while (!stopping && eager_work()) {
             pthread_cond_signal(&work_came);
             pthread_cond_wait(&work_done, &lock);
         }
@@ -439,6 +443,7 @@ int sim_stream_query(sim_stream stream) {
     enter();
     counts.queries++;
     if (!alive(stream)) return leave(INVALID_HANDLE);
+    if (stopping) return leave(ZPP_CU_SUCCESS);
     if (stream->first && ++stream->asked > PATIENCE) {
         if (stream->asked == PATIENCE + 1) note_host_wait("cuStreamQuery, again and again");
         struct mark *mark = mark_end(stream);
@@ -574,7 +579,7 @@ int sim_event_record(sim_event event, sim_stream stream) {
 
 /* What the host waits for; NULL: nothing. */
 static struct mark *awaited(const struct CUevent_st *event) {
-    return event->mark && !is_left_out(SIM_HOST, event->mark->stream) ? event->mark : NULL;
+    return event->mark && !stopping && !is_left_out(SIM_HOST, event->mark->stream) ? event->mark : NULL;
 }
 
 int sim_event_query(sim_event event) {
@@ -586,7 +591,7 @@ int sim_event_query(sim_event event) {
         if (event->asked == PATIENCE + 1) note_host_wait("cuEventQuery, again and again");
         mark->references++;
         await_mark(mark, sim_now_ns() + PATIENCE_NS);
-        const bool done = mark->done;
+        const bool done = mark->done || stopping;
         drop_mark(mark);
         if (!done) return leave(ZPP_CU_NOT_READY);
     } else if (mark && !mark->done) {

@@ -30,12 +30,12 @@ def device() -> None:
     sim_build.torch_device()
 
 
-def run(case: str, *arguments: str) -> Any:
-    """Return what a case prints, as JSON, on its last line."""
+def run(case: str, *arguments: str, code: int = 0) -> Any:
+    """Return what a case prints, as JSON, on its last line. It must end with this code."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SIM_IDLE_MS": "5000"}  # no other process waits
     command = [sys.executable, str(HERE / case), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -58,6 +58,14 @@ def test_memory_is_reused_by_the_rules_of_cuda() -> None:
     assert found["late copies"] == [0.0, 1.0]
     assert found["autocast"] == ["torch.bfloat16", "torch.float32"]
     assert not found["error"]
+
+
+def test_norms_have_the_gradients_of_the_cpu() -> None:
+    assert run("case_norms.py") == {"differs": [], "error": ""}
+
+
+def test_a_program_that_ends_runs_nothing_more_and_waits_for_nothing() -> None:
+    assert run("case_exit.py", code=1) == {"value": 0.0}
 
 
 #: Wait left out: in how many of the 8 schedules the result is wrong. The memory that a gather takes was released

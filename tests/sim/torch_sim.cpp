@@ -164,6 +164,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     c10::SetAllocator(sim::kSim, sim::DeviceMemory::get(), 100);
     static sim::Hooks hooks;
     at::RegisterPrivateUse1HooksInterface(&hooks);
+    py::module_::import("atexit").attr("register")(py::cpp_function([] {
+        sim::NoGil no_gil;
+        sim_stop();
+    }));
     m.def("set_schedule", [](uint64_t lazy, uint64_t seed) {
         sim::NoGil no_gil;
         sim_set_schedule(lazy, seed);
