@@ -571,6 +571,9 @@ int main(int argc, char **argv) {
     setenv("SIM_DEVICES", "3", 1);
     setenv("SIM_IDLE_MS", "200", 1);
     sim_gpu_load();
+#ifdef ZPP_UNDER_TSAN
+    SIM(sim_share_registrations)(true);
+#endif
     static const struct test_case cases[] = {
         TEST(has_the_bits_of_the_cpu_in_every_schedule),
         TEST(ends_with_one_hardware_queue),

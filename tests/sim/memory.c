@@ -276,6 +276,15 @@ CUresult cuMemFreeHost(void *memory) {
     return result ? result : sim_host_free(memory);
 }
 
+static bool registrations_shared;
+
+void sim_share_registrations(bool shared) { registrations_shared = shared; }
+
+static bool is_taken(const struct range *range, const char *memory, size_t bytes) {
+    const bool same = range->memory == memory && range->bytes == bytes;
+    return range->kind <= HOST_REGISTERED && overlaps(range, memory, bytes) && !(same && registrations_shared);
+}
+
 CUresult cuMemHostRegister(void *memory, size_t bytes, unsigned int flags) {
     int device;
     CUresult result = sim_current_device(&device);
@@ -283,7 +292,7 @@ CUresult cuMemHostRegister(void *memory, size_t bytes, unsigned int flags) {
     if (!bytes || flags & ~3u) return ZPP_CU_INVALID_VALUE; /* PORTABLE, DEVICEMAP */
     pthread_mutex_lock(&lock);
     for (const struct range *range = ranges; range; range = range->next)
-        if (range->kind <= HOST_REGISTERED && overlaps(range, memory, bytes)) result = ZPP_CU_HOST_REGISTER_ALREADY;
+        if (is_taken(range, memory, bytes)) result = ZPP_CU_HOST_REGISTER_ALREADY;
     if (!result) add_range(HOST_REGISTERED, memory, bytes);
     pthread_mutex_unlock(&lock);
     return result;
