@@ -102,7 +102,8 @@ class Flavor:
     def _beside(self, library: Path) -> None:
         """Put a link to a library beside the programs. The simulated GPU is plain in all flavors: it is no product."""
         link = self.folder / library.name
-        if not link.exists():
+        if not link.is_symlink() or link.resolve() != library.resolve():  # a link of another checkout tests another GPU
+            link.unlink(missing_ok=True)
             link.symlink_to(library)
 
     def _library(self, source: Path) -> Path:
