@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (lambda: Efficiency(seq_len=1), "did you mean 'seq_length'?"),  # type: ignore[call-arg]
     "seed": (lambda: Efficiency(seed=-1), "Efficiency.seed: -1 is not allowed"),
     "config": (lambda: Config(efficiency=3), "wanted a zeropp.Efficiency(...)"),  # type: ignore[arg-type]
-    "theta": (lambda: LayerDrop(theta=0.0), "LayerDrop.theta: 0.0 is not allowed"),
+    "theta": (lambda: LayerDrop(theta=-0.1), "LayerDrop.theta: -0.1 is not allowed"),
     "keep above 1": (lambda: LayerDrop(keep=lambda step: 2.0).at(3), "LayerDrop.keep: 2.0 at step 3 is not allowed"),
     "layers": (lambda: TokenDrop(keep=Growth(1, 2, steps=3), layers=()), "TokenDrop.layers: () is not allowed"),
     "json": (

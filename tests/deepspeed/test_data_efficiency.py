@@ -86,9 +86,9 @@ def test_a_model_for_deepspeed_gets_its_keywords() -> None:
         "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1},
     }
     engine, *_ = zeropp.initialize(model=model, config=settings(**sections))
-    train(engine, 2)
-    thetas = [1.0, 0.5 * math.exp(-0.1) + 0.5]
-    assert model.seen == [(SEQ, LENGTHS[step], True, pytest.approx(thetas[step])) for step in (0, 0, 1, 1)]
+    train(engine, 3)
+    thetas = [1.0, 1.0, 0.5 * math.exp(-0.1) + 0.5]  # DeepSpeed's engine sets theta(t) when step t ends
+    assert model.seen == [(SEQ, LENGTHS[step], True, pytest.approx(thetas[step])) for step in (0, 0, 1, 1, 2, 2)]
     assert engine.pld_enabled() and engine.get_pld_theta() == pytest.approx(0.5 * math.exp(-0.2) + 0.5)
     engine.eval()
     engine(tokens())

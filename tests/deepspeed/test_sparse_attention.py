@@ -174,12 +174,14 @@ class Random(ours.SparsityConfig):
 
 @pytest.mark.parametrize("masks", ["", "add", "mul"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("block", "width"), [(16, 256), (32, 256), (16, 576), (32, 576)])
-def test_attention_over_a_random_layout(block: int, width: int, dtype: torch.dtype, masks: str) -> None:
+@pytest.mark.parametrize(
+    ("block", "width", "dim"), [(16, 256, 32), (32, 256, 32), (16, 576, 32), (32, 576, 32), (64, 256, 192)]
+)
+def test_attention_over_a_random_layout(block: int, width: int, dim: int, dtype: torch.dtype, masks: str) -> None:
     """DeepSpeed's test_softmax and test_matmul, which ask for its kernels one by one, as one attention: the same blocks, widths, types
     and masks, forward and backward, against dense float64. Bounds: a rounding of the type, some sums of it in fp16's case."""
     draw = torch.Generator().manual_seed(block + width)
-    q, k, v, grad = (torch.randn(2, HEADS, width, 32, generator=draw).to(dtype).requires_grad_() for _ in range(4))
+    q, k, v, grad = (torch.randn(2, HEADS, width, dim, generator=draw).to(dtype).requires_grad_() for _ in range(4))
     module = ours.SparseSelfAttention(Random(HEADS, block), masks or "add", "mul" if masks == "add" else "add", width)
     seen = module.get_layout(width).bool().repeat_interleave(block, 1).repeat_interleave(block, 2)[None]
     given: dict[str, Any] = {}
@@ -194,7 +196,7 @@ def test_attention_over_a_random_layout(block: int, width: int, dtype: torch.dty
     out = module(q, k.transpose(2, 3) if masks == "add" else k, v, **given)
     mine = torch.autograd.grad(out, (q, k, v), grad.detach())
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    scores = (wide[0] @ wide[1].transpose(2, 3) / math.sqrt(32)).masked_fill(~seen, -1e30)
+    scores = (wide[0] @ wide[1].transpose(2, 3) / math.sqrt(dim)).masked_fill(~seen, -1e30)
     want = torch.where(seen.any(3, keepdim=True), scores.softmax(3), 0.0) @ wide[2]
     theirs = torch.autograd.grad(want, wide, grad.detach().double())
     unit = 2.0**-10 if dtype == torch.float16 else 2.0**-20

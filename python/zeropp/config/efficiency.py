@@ -188,7 +188,7 @@ class LayerDrop:
     """
 
     theta: float = 0.5
-    """What theta(t) approaches, above 0 and at most 1."""
+    """What theta(t) approaches, 0 to 1."""
 
     gamma: float = 0.001
     """How fast: about 100 / (number of steps) in the paper."""
@@ -198,8 +198,8 @@ class LayerDrop:
     Panigrahi et al. 2024)."""
 
     def __post_init__(self) -> None:
-        if not finite(self.theta) or not 0 < self.theta <= 1:
-            raise wrong("LayerDrop.theta", self.theta, "a number above 0 and at most 1")
+        if not finite(self.theta) or not 0 <= self.theta <= 1:
+            raise wrong("LayerDrop.theta", self.theta, "a number from 0 to 1")
         if not finite(self.gamma) or self.gamma < 0:
             raise wrong("LayerDrop.gamma", self.gamma, "a finite number >= 0")
         if self.keep is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp.config import Config, Efficiency, TokenDrop, wrong
+from zeropp.config import Config, Efficiency, LayerDrop, TokenDrop, wrong
 from zeropp.config.deepspeed_efficiency import ROUTING, ltd_schedule
 from zeropp.config.deepspeed_json import refuse_unknown
 from zeropp.config.efficiency import Curriculum
@@ -31,8 +31,28 @@ _NO_CURRICULUM = (
 
 
 def takes(model: nn.Module, keyword: str) -> bool:
-    """Return True if a model's forward has this keyword, as models written for DeepSpeed do."""
-    return keyword in inspect.signature(model.forward).parameters
+    """Return True if a model's forward has this keyword, or ``**kwargs`` of which it reads it, as models written for DeepSpeed do."""
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    reads = code is not None and bool(code.co_flags & inspect.CO_VARKEYWORDS) and keyword in code.co_consts
+    return reads or keyword in inspect.signature(model.forward).parameters
+
+
+class ProgressiveLayerDrop:
+    """``deepspeed.runtime.progressive_layer_drop.ProgressiveLayerDrop``: theta by step, for models that drop layers by themselves."""
+
+    def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
+        self._drop, self._step = LayerDrop(theta=theta, gamma=gamma), 0
+        self.theta, self.gamma = theta, gamma
+
+    def update_state(self, global_step: int) -> None:
+        self._step = global_step
+
+    def get_theta(self) -> float:
+        return self._drop.at(self._step)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the keywords for the model's forward."""
+        return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
 
 def for_model(model: nn.Module, settings: Config) -> Config:
@@ -144,9 +164,9 @@ class DataEfficiency(Saving):
         return self._efficiency.layer_drop is not None
 
     def get_pld_theta(self) -> float | None:
-        """Return progressive layer dropping's theta of the step at hand."""
+        """Return progressive layer dropping's theta as DeepSpeed's engine has it: of the step that ended last, 1 before the first."""
         drop = self._efficiency.layer_drop
-        return None if drop is None else drop.at(self.global_steps)
+        return None if drop is None else drop.at(max(0, self.global_steps - 1))
 
     @property
     def _efficiency(self) -> Efficiency:

@@ -82,7 +82,7 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
     """``deepspeed.initialize``."""
-    if mpu is not None or mesh_param is not None:
+    if mesh_param is not None or not (mpu is None or _splits_nothing(mpu)):
         raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
     zero.end_open_contexts()
     logger.info("DeepSpeed info: version=%s, answered by zeropp %s", VERSION, zeropp.__version__)
@@ -90,10 +90,21 @@ def initialize(
         init_distributed(
             distributed_port=distributed_port
         )  # one process alone, too: frameworks reduce over it afterwards
-    return _initialize(
+    engine, *others = _initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, _nested(config), config_params,
         engine_class=DeepSpeedEngine,
     )  # fmt: skip
+    engine.mpu = mpu
+    return engine, *others
+
+
+def _splits_nothing(mpu: Any) -> bool:
+    """Return True if a script's groups of ranks are one group of data parallelism: every rank has the whole model."""
+    sizes = [getattr(mpu, f"get_{name}_world_size", None) for name in ("tensor_model_parallel", "model_parallel")]
+    copies = getattr(mpu, "get_data_parallel_world_size", None)
+    whole = [size() == 1 for size in sizes if size is not None]
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return bool(whole) and all(whole) and (copies is None or copies() == ranks)
 
 
 def _nested(config: Any) -> Any:

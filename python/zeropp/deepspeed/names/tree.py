@@ -121,6 +121,7 @@ WORKS: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"zeropp.deepspeed.data_analyzer": "DataAnalyzer"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed.schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
+    "deepspeed.runtime.progressive_layer_drop": {"zeropp.deepspeed.efficiency": "ProgressiveLayerDrop"},
     "deepspeed.runtime.utils": {
         "helpers": "DummyOptim noop_context noop_decorator ensure_directory_exists set_random_seed is_model_parallel_parameter "
         "bwc_tensor_model_parallel_rank copy_to_device move_to_device clip_grad_norm_ get_global_norm get_ma_status empty_cache "
@@ -231,7 +232,7 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
     (_COMPRESSION, {
         "deepspeed.compression": "compression_scheduler", "deepspeed.compression.compress": "init_compression redundancy_clean",
         "deepspeed.compression.helper": "rewrite_optimizer_step", "deepspeed.runtime.quantize": "Quantizer",
-        "deepspeed.runtime.progressive_layer_drop": "ProgressiveLayerDrop", "deepspeed.runtime.eigenvalue": "Eigenvalue",
+        "deepspeed.runtime.eigenvalue": "Eigenvalue",
     }),
     (_SAMPLING, {
         "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
