@@ -300,6 +300,7 @@ def test_bad_arguments_are_named(index: Index, tmp_path: Path) -> None:
         assert not (tmp_path / "orders").exists() or not list((tmp_path / "orders").iterdir())
 
     refused("batch 0", batch=0)
+    refused("micro_batch 0", micro_batch=0)
     refused("steps 0", steps=0)
     refused("step -1", step=-1)
     refused("seed 1.5", seed=1.5)

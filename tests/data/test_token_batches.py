@@ -116,6 +116,8 @@ def test_bad_arguments_are_named() -> None:
             TokenBatchSampler(options.pop("lengths"), **options)
 
     refused("max_tokens 0", max_tokens=0)
+    refused("step -1", step=-1)
+    refused("seed 'x'", seed="x")
     refused("micro_batches 1.5", micro_batches=1.5)
     refused("max_batch 1 is below min_batch 2", min_batch=2, max_batch=1)
     refused("order 'longest'", order="longest")

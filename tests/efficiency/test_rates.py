@@ -121,7 +121,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "total": (lambda: by_tokens(lr_scheduler.CosineAnnealingLR(sgd(), T_max=5), total=0), "by_tokens: total: 0 is not allowed"),
     "warmup": (lambda: by_tokens(lr_scheduler.CosineAnnealingLR(sgd(), T_max=5), total=9, warmup=5), "fewer than the scheduler's 5 steps"),
     "unknown tokens": (lambda: by_tokens(lr_scheduler.CosineAnnealingLR(sgd(), T_max=5), total=9).step(), "call step(tokens)"),
-    "no scheduler": (lambda: by_tokens(sgd(), total=9), "one of torch's schedulers, before its first step"),  # type: ignore[arg-type]
+    "no scheduler": (lambda: by_tokens(sgd(), total=9), "one of torch's schedulers"),  # type: ignore[arg-type]
+    "no count of steps": (lambda: by_tokens(lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(sgd())]), total=9, steps=9),
+        "which ChainedScheduler does not"),
+    "log of one": (lambda: LayerTokenLR(sgd(), lambda step: 1, total=9, warmup=1, warmup_type="log"), "because log(1) is 0"),
     "layer warm-up": (lambda: LayerTokenLR(sgd(), lambda step: 1, total=9, warmup=9), "LayerTokenLR.warmup: 9 is not allowed; wanted fewer than total"),
 }  # fmt: skip
 

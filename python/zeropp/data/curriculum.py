@@ -131,6 +131,7 @@ class CurriculumSampler(Sampler[list[int]]):
             "seed": (seed, 0),
             "step": (step, 0),
             **({} if steps is None else {"steps": (steps, 1)}),
+            **({} if micro_batch is None else {"micro_batch": (micro_batch, 1)}),
         }
         for name, (value, least) in wanted.items():
             _check_whole(name, value, least)

@@ -82,6 +82,8 @@ class TokenBatchSampler(Sampler[list[int]]):
             name: one for name, one in (("max_batch", max_batch), ("base_batch", base_batch)) if one is not None
         }
         _check(numbers, {"order": (order, ORDERS), "scaling": (scaling, SCALINGS)})
+        for name, value in (("seed", seed), ("step", step)):
+            _check_number(name, value, 0)
         self.places, per_rank = _places(micro_batches, rank, ranks)
         sizes = torch.as_tensor(lengths)
         if sizes.dim() != 1 or not len(sizes) or not bool((sizes >= 0).all()):
@@ -121,6 +123,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     @step.setter
     def step(self, value: int) -> None:
+        _check_number("step", value, 0)
         self._step, self._micro = value, 0
 
     def __len__(self) -> int:
@@ -161,10 +164,14 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._step, self._micro = state["step"], state["micro"]
 
 
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"TokenBatchSampler: {name} {shown(value)} is not allowed; wanted a whole number >= {least}")
+
+
 def _check(numbers: Mapping[str, int], choices: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"TokenBatchSampler: {name} {shown(value)} is not allowed; wanted a whole number >= 1")
+        _check_number(name, value, 1)
     most, least = numbers.get("max_batch", numbers["min_batch"]), numbers["min_batch"]
     if most < least:
         raise ConfigError(f"TokenBatchSampler: max_batch {most} is below min_batch {least}; wanted at least it")

@@ -56,8 +56,12 @@ class ByTokens(LRScheduler):
     def __init__(
         self, scheduler: LRScheduler, total: int, tokens: Callable[[int], int] | None, steps: int | None, warmup: int
     ) -> None:
-        if not isinstance(scheduler, LRScheduler) or scheduler.last_epoch != 0:
-            raise wrong("by_tokens: scheduler", scheduler, "one of torch's schedulers, before its first step")
+        if not isinstance(scheduler, LRScheduler) or getattr(scheduler, "last_epoch", None) != 0:
+            raise wrong(
+                "by_tokens: scheduler",
+                scheduler,
+                "one of torch's schedulers that counts its steps, which ChainedScheduler does not, before its first step",
+            )
         found: Any = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), None)
         if steps is None and not isinstance(found, int):
             raise wrong(
@@ -159,6 +163,8 @@ class LayerTokenLR(LambdaLR):
             raise wrong("LayerTokenLR.warmup", warmup, f"fewer than total, which is {total}")
         if warmup_type not in ("linear", "log"):
             raise wrong("LayerTokenLR.warmup_type", warmup_type, "'linear' or 'log'")
+        if warmup_type == "log" and warmup == 1:
+            raise wrong("LayerTokenLR.warmup", warmup, "0, or 2 and more, because log(1) is 0")
         self._layer_tokens, self._counted = layer_tokens, (0, 0)
         self._shape = (total, warmup, warmup_type)
         super().__init__(optimizer, self._factor)
