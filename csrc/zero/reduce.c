@@ -379,8 +379,20 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
     return ZPP_OK;
 }
 
+/* One rank beside an accelerator agrees with itself. So what is going out comes to its end, and is dropped as what did
+ * not go out is. If that fails, the next backward says so. */
+static void end_alone(zpp_zero *zero) {
+    const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    if (zero->ranks > 1 || !zero->in_backward || !zero->reduces || !zero->order_at) return;
+    zpp_status status = drain(zero, true, &patience, &ignored);
+    if (status == ZPP_OK) status = finish(zero, &patience, &ignored);
+    if (status == ZPP_OK) zpp_zero_clear_grads(zero);
+}
+
 void zpp_zero_backward_abort(zpp_zero *zero) {
     struct zpp_err ignored = ZPP_ERR_INIT;
+    end_alone(zero);
     zpp_zero_reset_uses(zero);
     if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward)
         (void)zero->store->end_backward(zero, true, &ignored);

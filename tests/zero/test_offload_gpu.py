@@ -134,3 +134,34 @@ def test_whole_units_have_the_memory_of_two_and_what_is_read_ahead() -> None:
     model(torch.ones(2, WIDTH)).sum().backward()
     wanted = -(-(2 * unit + prefetch) // grain) * grain
     assert zeropp.memory(model)["device"]["gathered"]["held"] == wanted < 8 * unit
+
+
+class Fails(torch.autograd.Function):
+    """The identity. Its backward fails while ``now`` is true."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Fails.now:
+            raise RuntimeError("the backward fails")
+        return gradient
+
+
+@on_ranks(1, devices=("sim", "sim-lazy"))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_goes_on_after_a_backward_that_failed(stage: int) -> None:
+    model, optimizer = prepared(stage)
+    wanted = [step(model, optimizer, 1), step(model, optimizer, 2), step(model, optimizer, 3)]
+    model, optimizer = prepared(stage)
+    first = step(model, optimizer, 1)
+    Fails.now = True
+    with pytest.raises(RuntimeError, match="the backward fails"):
+        model[2](Fails.apply(model[1](model[0](torch.ones(4, WIDTH))))).sum().backward()
+    Fails.now = False
+    optimizer.zero_grad()
+    assert [first, step(model, optimizer, 2), step(model, optimizer, 3)] == wanted

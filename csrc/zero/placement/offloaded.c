@@ -12,8 +12,6 @@
 #include "../internal.h"
 #include "../placement.h"
 
-static const struct zpp_wait for_ever = {0, NULL, NULL};
-
 static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     (void)err;
     unit->region_offset_bytes = zpp_unit_next_offset(&zero->params_bytes, zpp_unit_shard_bytes(unit));
@@ -43,10 +41,11 @@ static zpp_status copy_shards(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
 
 /* This rank's part of the whole unit, to its shard. */
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
     zpp_status status = zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, zero->rank),
                                         zpp_unit_shard_bytes(unit), err);
     if (status == ZPP_OK) status = zpp_event_record(unit->allocated, zero->compute, err);
-    return status == ZPP_OK ? zpp_event_sync(unit->allocated, &for_ever, err) : status;
+    return status == ZPP_OK ? zpp_event_sync(unit->allocated, &patience, err) : status;
 }
 
 /* Gathers that nothing used may still read. */
