@@ -11,8 +11,20 @@
 
 static void *sim_library;
 
+static inline void *sim_gpu_symbol(const char *name) {
+    void *found = dlsym(sim_library, name);
+    if (!found) {
+        fprintf(stderr,
+                "libsim.so beside this program has no %s, so it is not of this checkout: remove it, and run "
+                "tests/c/run.py\n",
+                name);
+        abort();
+    }
+    return found;
+}
+
 /* A function or variable of sim.h, such as SIM(sim_finish)(). */
-#define SIM(name) ((__typeof__(&name))dlsym(sim_library, #name))
+#define SIM(name) ((__typeof__(&name))sim_gpu_symbol(#name))
 
 static void sim_gpu_load(void) {
     sim_library = load_beside("libsim.so", "ZEROPP_CUDA_DRIVER", "ZEROPP_NCCL");
