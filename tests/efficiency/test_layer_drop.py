@@ -365,6 +365,42 @@ def test_a_recomputation_after_an_evaluation_is_still_of_training() -> None:
     assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_ranks(2)
+def test_an_evaluation_or_an_error_amid_a_step_changes_no_loss(in_backward: bool) -> None:
+    """An evaluation reads all layers, before the backward of a pass that leaves some out; an error ends a pass in a layer."""
+    curves = []
+    for disturbed in (False, True):
+        torch.manual_seed(0)
+        model = Net(PreNorm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        efficiency = Efficiency(layer_drop=LayerDrop(keep=lambda step: 0.3), seed=SEED)
+        fields = dict(host_copy="off", prefetch=1 << 20, step_in_backward=in_backward)
+        model, optimizer = zeropp.prepare(model, optimizer, Config(efficiency=efficiency, **fields))
+        losses = []
+        for step in range(5):
+            x = batch(step).chunk(2)[dist.get_rank()]
+            if disturbed:
+                handle = model.blocks[0].register_forward_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    model(x)
+                handle.remove()
+            loss = model(x).square().mean()
+            if disturbed:
+                with torch.no_grad():
+                    model(batch(99))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[0] == curves[1]
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
 @on_ranks(1)
 def test_hidden_states_keep_their_count() -> None:
     from helpers import zoo

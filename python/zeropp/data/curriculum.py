@@ -40,7 +40,7 @@ _MOST_STEP = 1 << 31
 
 @dataclass(frozen=True)
 class Percentile:
-    """A bound on the rank of samples: the first ``schedule(step) / of`` of them by rising difficulty, at least one."""
+    """A bound on the rank of samples: the first ``schedule(step) / of`` of them by rising difficulty, rounded up."""
 
     schedule: Schedule
     of: float = 100.0
