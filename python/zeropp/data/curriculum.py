@@ -126,15 +126,7 @@ class CurriculumSampler(Sampler[list[int]]):
         ranks: int | None = None,
     ) -> None:
         self.index = index if isinstance(index, Index) else open_index(index)
-        wanted = {
-            "batch": (batch, 1),
-            "seed": (seed, 0),
-            "step": (step, 0),
-            **({} if steps is None else {"steps": (steps, 1)}),
-            **({} if micro_batch is None else {"micro_batch": (micro_batch, 1)}),
-        }
-        for name, (value, least) in wanted.items():
-            _check_whole(name, value, least)
+        _check_counts(batch, micro_batch, seed, steps, step)
         self.batch, self.seed, self.steps = batch, seed, steps
         self._bounds = {name: _bound(name, one) for name, one in metrics.items()}
         if dataset is not None:
@@ -326,6 +318,16 @@ class CurriculumSampler(Sampler[list[int]]):
                 "begin with a higher bound"
             )
         return torch.argsort(first, stable=True).to(torch.int32), admitted
+
+
+def _check_counts(batch: int, micro_batch: int | None, seed: int, steps: int | None, step: int) -> None:
+    wanted = {"batch": (batch, 1), "seed": (seed, 0), "step": (step, 0)}
+    if steps is not None:
+        wanted["steps"] = (steps, 1)
+    if micro_batch is not None:
+        wanted["micro_batch"] = (micro_batch, 1)
+    for name, (value, least) in wanted.items():
+        _check_whole(name, value, least)
 
 
 def _check_whole(name: str, value: Any, least: int) -> None:

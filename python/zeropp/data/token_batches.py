@@ -101,10 +101,7 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"and a step has {micro_batches}; take fewer micro_batches, or a smaller max_tokens"
             )
         whole = self._cuts[: self.steps_a_pass * micro_batches]
-        self.batch_sizes = [
-            sum(end - begin for begin, end in whole[first : first + micro_batches])
-            for first in range(0, len(whole), micro_batches)
-        ]
+        self.batch_sizes = _step_sizes(whole, micro_batches)
         """Samples of each step of a pass."""
         self.left_out = len(sizes) - sum(self.batch_sizes)
         if not bool(fits.all()):
@@ -190,6 +187,12 @@ def _places(micro_batches: int, rank: int | None, ranks: int | None) -> tuple[li
             f"TokenBatchSampler: {micro_batches} micro_batches cannot be shared evenly by {ranks} ranks; wanted a multiple of {ranks}"
         )
     return mine, len(mine)
+
+
+def _step_sizes(cuts: Sequence[tuple[int, int]], micro_batches: int) -> list[int]:
+    """Return how many samples each step has."""
+    steps = (cuts[first : first + micro_batches] for first in range(0, len(cuts), micro_batches))
+    return [sum(end - begin for begin, end in step) for step in steps]
 
 
 def _in_order(sizes: Tensor, order: str, seed: int) -> Tensor:
