@@ -237,7 +237,7 @@ static zpp_status check_place(const zpp_zero *zero, const struct zpp_unit_spec *
     if (in_file != (zero->unit_file != NULL))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s is%s to live in a file, and params_fraction is %g", spec->name,
                         in_file ? "" : " not", zero->options.params_fraction);
-    if (zero->ranks == 1 && !in_file && !zero->options.host)
+    if (!in_file && zpp_zero_keeps_local_grads(zero))
         return zpp_fail(err, ZPP_INVALID, "zero: cannot shard unit %s: world size is 1", spec->name);
     return ZPP_OK;
 }

@@ -567,6 +567,27 @@ static void a_rank_that_stops_ends_the_waits_for_it(void) {
     }
 }
 
+/* With one rank no counter orders gathers after a step, so there is nothing to gather. */
+static void one_rank_shards_nothing_on_its_device(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *host, *device;
+    zpp_zero *zero;
+    int index;
+    CHECK_OK(zpp_device_cpu_create(&host, &err));
+    CHECK_OK(zpp_device_cuda_create(0, &device, &err));
+    const struct zpp_zero_options options = {
+        .stage = 3, .device = device, .host = host, .shards = ZPP_SHARDS_ON_DEVICE};
+    CHECK_OK(zpp_zero_create(&options, &zero, &err));
+    struct zpp_unit_spec spec = {
+        .name = "unit0", .params = PARAMS, .param_elems = param_elems[0], .place = ZPP_PLACE_SHARD};
+    CHECK_FAILS(zpp_zero_add_unit(zero, &spec, &index, &err), ZPP_INVALID, "cannot shard unit unit0: world size is 1");
+    spec.place = ZPP_PLACE_WHOLE;
+    CHECK_OK(zpp_zero_add_unit(zero, &spec, &index, &err));
+    zpp_zero_destroy(zero); /* before seal */
+    zpp_device_destroy(device);
+    zpp_device_destroy(host);
+}
+
 int main(int argc, char **argv) {
     setenv("SIM_DEVICES", "3", 1);
     setenv("SIM_IDLE_MS", "200", 1);
@@ -575,11 +596,9 @@ int main(int argc, char **argv) {
     SIM(sim_share_registrations)(true);
 #endif
     static const struct test_case cases[] = {
-        TEST(has_the_bits_of_the_cpu_in_every_schedule),
-        TEST(ends_with_one_hardware_queue),
-        TEST(is_wrong_without_one_of_its_waits),
-        TEST(a_rank_that_stops_ends_the_waits_for_it),
-        {0},
+        TEST(has_the_bits_of_the_cpu_in_every_schedule), TEST(ends_with_one_hardware_queue),
+        TEST(is_wrong_without_one_of_its_waits),         TEST(a_rank_that_stops_ends_the_waits_for_it),
+        TEST(one_rank_shards_nothing_on_its_device),     {0},
     };
     return test_main(argc, argv, cases);
 }
