@@ -35,6 +35,7 @@ def test_cuts_every_tensor_along_its_sequence() -> None:
         "labels": ids(),
         "attention_mask": torch.ones(2, S),
         "position_ids": torch.arange(S).expand(3, 2, S),
+        "cache_position": torch.arange(S),
         "causal_mask": torch.zeros(2, 1, S, S),
         "inputs_embeds": torch.zeros(2, S, 5),
         "scores": torch.zeros(2),
@@ -44,7 +45,7 @@ def test_cuts_every_tensor_along_its_sequence() -> None:
     short = cut_to(batch, 5)
     shapes = {name: tuple(one.shape) for name, one in short.items() if isinstance(one, Tensor)}
     assert shapes == {
-        "input_ids": (2, 5), "labels": (2, 5), "attention_mask": (2, 5), "position_ids": (3, 2, 5), "causal_mask": (2, 1, 5, 5),
+        "input_ids": (2, 5), "labels": (2, 5), "attention_mask": (2, 5), "position_ids": (3, 2, 5), "cache_position": (5,), "causal_mask": (2, 1, 5, 5),
         "inputs_embeds": (2, 5, 5), "scores": (2,), "features": (2, 7),
     }  # fmt: skip
     assert torch.equal(short["input_ids"], ids()[:, :5])

@@ -83,10 +83,10 @@ def _dims(name: str, tensor: Tensor, seq: int, given: Mapping[str, int]) -> tupl
     if name in given:
         return (given[name],)
     shape = tuple(tensor.shape)
+    if shape and name.endswith(("position_ids", "cache_position")):
+        return (len(shape) - 1,)
     if len(shape) < 2:
         return ()
-    if name.endswith("position_ids"):
-        return (len(shape) - 1,)
     if len(shape) > 2 and shape[-2:] == (seq, seq) and "mask" in name:
         return (len(shape) - 2, len(shape) - 1)
     own = (name == "labels" and not tensor.is_floating_point()) or name.startswith("decoder_")
