@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's model and text: sequence-length warm-up reaches the plain run's loss with the same number of tokens."""
+"""The demo's model and text: each technique comes near the plain run's loss with the same number of tokens."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import zeropp
-from zeropp import Config, Efficiency, Growth
+from zeropp import Config, Efficiency, Growth, LayerDrop, TokenDrop
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, PRESETS, learning_rate
@@ -46,11 +48,33 @@ def validation_loss(efficiency: Efficiency | None, text: Text) -> float:
     return sum(losses) / len(losses)
 
 
+CASES = {
+    "warm-up": (Efficiency(seq_length=Growth(8, CONTEXT, steps=3 * WARM_UP, multiple=8)), 1.01),
+    "token drop": (Efficiency(token_drop=TokenDrop(keep=Growth(32, CONTEXT, steps=STEPS // 2, multiple=8))), 1.01),
+    "layer drop": (Efficiency(layer_drop=LayerDrop(keep=Growth(0.5, 1.0, steps=STEPS // 2))), 1.02),
+}
+"""What is trained with, and the bound on its loss as a multiple of the plain run's. Measured: 1.004, 0.989 and 1.015."""
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that wait for one another take most of the time of so small a model."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def plain_loss() -> float:
+    return validation_loss(None, Text())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_warm_up_reaches_the_plain_loss_with_the_same_tokens() -> None:
-    text = Text()
-    plain = validation_loss(None, text)
-    warm = validation_loss(Efficiency(seq_length=Growth(8, CONTEXT, steps=3 * WARM_UP, multiple=8)), text)
-    print(f"plain {plain:.4f}, warm-up {warm:.4f}, ratio {warm / plain:.4f}")
-    assert warm < 1.01 * plain
+@pytest.mark.parametrize("case", CASES)
+def test_comes_near_the_plain_loss_with_the_same_tokens(case: str, one_thread: None) -> None:
+    efficiency, most = CASES[case]
+    loss = validation_loss(efficiency, Text())
+    print(f"plain {plain_loss():.4f}, {case} {loss:.4f}, ratio {loss / plain_loss():.4f}")
+    assert loss < most * plain_loss()
