@@ -8,7 +8,6 @@ passes as ``**kwargs``, their sections, and the values that they expect. Here th
 
 from __future__ import annotations
 
-import importlib
 import math
 import tempfile
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import zeropp
 from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
+from zeropp.deepspeed.efficiency import ProgressiveLayerDrop
 from zeropp.deepspeed.names.modules import initialize
 
 WIDTH = 10
@@ -157,9 +157,8 @@ def test_curriculum_learning(dtype: str) -> None:
 
 
 def test_pld_schedule() -> None:
-    module = importlib.import_module("zeropp.deepspeed.efficiency")
     for theta in THETAS:
-        schedule = module.ProgressiveLayerDrop(theta, 0.001)
+        schedule = ProgressiveLayerDrop(theta, 0.001)
         assert schedule.get_state() == {"progressive_layer_drop": True, "pld_theta": 1.0}
         for step in range(10):
             schedule.update_state(step)
