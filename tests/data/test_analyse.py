@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import zeropp
 from faults import exit_codes, files_of_at_most
 from token_rows import Rows
 from zeropp.data import analyse, open_index
+from zeropp.data.metrics import Batched
 
 METRICS = {"length": "seqlen", "rarity": "vocab_rarity", "both": "seqlen_vocab_rarity"}
 
@@ -60,6 +62,53 @@ def test_metrics_are_the_loops_over_tokens(tmp_path: Path, workers: int, padded:
 
 def first_token(sample: Any) -> float:
     return float(sample["input_ids"][0])
+
+
+def test_a_tensor_dataset_is_read_by_slices(tmp_path: Path) -> None:
+    class Plain(torch.utils.data.TensorDataset):
+        """Read sample by sample, because a subclass may change its samples."""
+
+    tokens = torch.randint(50, (40, 6), generator=torch.Generator().manual_seed(0))
+    seen: list[Any] = []
+
+    def note(sample: Any) -> float:
+        seen.append(sample)
+        return float(sample[1] + len(sample[0]))
+
+    metrics = {**METRICS, "mine": note}
+    found = [analyse(kind(tokens, torch.arange(40)), metrics, tmp_path / kind.__name__)
+             for kind in (Plain, torch.utils.data.TensorDataset)]  # fmt: skip
+    for name in metrics:
+        assert torch.equal(found[0].values(name), found[1].values(name)), name
+    for one, other in zip(seen[:40], seen[40:], strict=True):
+        assert type(one) is type(other) is tuple and all(map(torch.equal, one, other))
+
+
+def test_few_samples_live_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeropp.data.analysis.BLOCK", 1024)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most, lengths = 0, []
+
+    class Dataset:
+        def __len__(self) -> int:
+            return 1500
+
+        def __getitem__(self, number: int) -> torch.Tensor:
+            nonlocal most
+            sample = torch.tensor([number])
+            alive.add(sample)
+            most = max(most, len(alive))
+            return sample
+
+    def double(batch: torch.Tensor) -> torch.Tensor:
+        lengths.append(len(batch))
+        return 2 * batch[:, 0]
+
+    batched = Batched(double, torch.utils.data.default_collate, 7)
+    index = analyse(Dataset(), {"length": "seqlen", "mine": batched}, tmp_path / "index")
+    assert index.values("mine").tolist() == [2.0 * number for number in range(1500)]
+    assert lengths == [7] * 146 + [2] + [7] * 68, "the batches of two blocks"
+    assert most <= 7 * 18
 
 
 @pytest.mark.parametrize("kind", ["tensor", "list", "tuple", "array"])

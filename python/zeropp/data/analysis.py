@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from zeropp.data import metrics as measures
@@ -61,7 +61,7 @@ def analyse(
 
     Args:
         dataset: of torch or of the package ``datasets``: ``len(dataset)`` and ``dataset[i]``. ``__getitems__`` is used where there
-            is one.
+            is one, and a ``TensorDataset`` is read by slices.
         metrics: by name: ``"seqlen"``, ``"vocab_rarity"``, ``"seqlen_vocab_rarity"`` (metrics.py has the formulas), or a
             function that takes one sample and returns a number.
         path: folder of the index. An index of the same dataset and metrics that is there is returned as it is, another
@@ -104,6 +104,16 @@ def _check_dataset(dataset: Any) -> None:
         raise ConfigError(f"analyse: the dataset has {counted(len(dataset), 'sample')}; wanted 1 to {MOST_SAMPLES:,}")
 
 
+def _read(dataset: Any, numbers: range) -> list[Any]:
+    """Return samples: by one call where the dataset has one for many, or is nothing but tensors."""
+    many = getattr(dataset, "__getitems__", None)
+    if many is not None:
+        return list(many(list(numbers)))
+    if type(dataset) is TensorDataset:
+        return list(zip(*(one[numbers.start : numbers.stop].unbind() for one in dataset.tensors), strict=True))
+    return [dataset[number] for number in numbers]
+
+
 @dataclass
 class _Blocks(Dataset[Any]):
     """The dataset in blocks: what a worker gives for one is the counts of tokens, or the columns' values."""
@@ -130,8 +140,7 @@ class _Blocks(Dataset[Any]):
         return [torch.cat(parts) for parts in zip(*made, strict=True)]
 
     def _measure(self, numbers: range) -> Any:
-        many = getattr(self.dataset, "__getitems__", None)
-        samples = many(list(numbers)) if many is not None else [self.dataset[number] for number in numbers]
+        samples = _read(self.dataset, numbers)
         if self.information is None:
             return measures.count_tokens(samples, numbers.start, self.tokens)
         return measures.of_block(samples, numbers.start, self.metrics, self.columns, self.information, self.tokens)
