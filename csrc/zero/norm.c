@@ -91,11 +91,11 @@ static zpp_status measure_units(const struct zpp_stepper *stepper, int rank, str
 
 /* --- gradients in memory of a device ------------------------------------------------------------------------------ */
 
-/* The pieces of one shard of all units, and whose each is. */
+/* The pieces of some ranks' shards of all units, and whose each is. */
 struct device_pieces {
     struct zpp_norm_segment *segments;
     size_t *firsts; /* 0, 1, 2, ..: each piece has a sum of its own */
-    int *units;
+    size_t *rows;   /* of the norms: the units of the first rank, those of the next one, .. */
     size_t *params;
     size_t count;
     zpp_device *device;
@@ -106,11 +106,11 @@ struct device_pieces {
 static void drop_device_pieces(struct device_pieces *all) {
     free(all->segments);
     free(all->firsts);
-    free(all->units);
+    free(all->rows);
     free(all->params);
 }
 
-static bool append_unit(const struct zpp_stepper *stepper, int unit, int rank, struct device_pieces *all) {
+static bool append_unit(const struct zpp_stepper *stepper, int unit, int rank, size_t row, struct device_pieces *all) {
     struct zpp_step_shard shard;
     struct pieces pieces;
     if (!stepper->units[unit].unit->trainable || !zpp_step_shard_of(stepper, unit, false, &shard)) return true;
@@ -118,22 +118,26 @@ static bool append_unit(const struct zpp_stepper *stepper, int unit, int rank, s
     for (size_t i = 0; memory && i < pieces.count; i++, all->count++) {
         all->segments[all->count] = pieces.segments[i];
         all->firsts[all->count + 1] = all->count + 1;
-        all->units[all->count] = unit;
+        all->rows[all->count] = row;
         all->params[all->count] = pieces.params[i];
     }
     drop_pieces(&pieces);
     return memory;
 }
 
-static bool make_device_pieces(const struct zpp_stepper *stepper, int rank, struct device_pieces *all) {
-    size_t most = 1;
-    for (int u = 0; u < stepper->units_count; u++) most += stepper->units[u].unit->params;
+static bool make_device_pieces(const struct zpp_stepper *stepper, int first_rank, int ranks,
+                               struct device_pieces *all) {
+    const int units = stepper->units_count;
+    size_t most = 0;
+    for (int u = 0; u < units; u++) most += stepper->units[u].unit->params;
+    most = most * (size_t)ranks + 1;
     *all = (struct device_pieces){.segments = calloc(most, sizeof *all->segments),
                                   .firsts = calloc(most + 1, sizeof *all->firsts),
-                                  .units = calloc(most, sizeof *all->units),
+                                  .rows = calloc(most, sizeof *all->rows),
                                   .params = calloc(most, sizeof *all->params)};
-    bool memory = all->segments && all->firsts && all->units && all->params;
-    for (int u = 0; u < stepper->units_count && memory; u++) memory = append_unit(stepper, u, rank, all);
+    bool memory = all->segments && all->firsts && all->rows && all->params;
+    for (int row = 0; row < units * ranks && memory; row++)
+        memory = append_unit(stepper, row % units, first_rank + row / units, (size_t)row, all);
     return memory;
 }
 
@@ -162,17 +166,18 @@ static zpp_status sum_on_device(const struct zpp_stepper *stepper, struct device
     return status == ZPP_OK ? zpp_event_sync(norm->done, wait, err) : status;
 }
 
-static zpp_status measure_on_device(const struct zpp_stepper *stepper, int rank, struct zpp_shard_norm *row,
-                                    const struct zpp_wait *wait, struct zpp_err *err) {
+/* Fill in rows[ranks * units]. */
+static zpp_status measure_on_device(const struct zpp_stepper *stepper, int first_rank, int ranks,
+                                    struct zpp_shard_norm *rows, const struct zpp_wait *wait, struct zpp_err *err) {
     struct device_pieces all;
     zpp_status status =
-        make_device_pieces(stepper, rank, &all)
+        make_device_pieces(stepper, first_rank, ranks, &all)
             ? ZPP_OK
             : zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %d units", stepper->units_count);
-    for (int u = 0; u < stepper->units_count; u++) row[u] = (struct zpp_shard_norm){0.0, -1, 0};
+    for (int row = 0; row < ranks * stepper->units_count; row++) rows[row] = (struct zpp_shard_norm){0.0, -1, 0};
     if (status == ZPP_OK && all.count) status = sum_on_device(stepper, &all, wait, err);
     for (size_t i = 0; i < all.count && status == ZPP_OK; i++) {
-        struct zpp_shard_norm *norm = &row[all.units[i]];
+        struct zpp_shard_norm *norm = &rows[all.rows[i]];
         norm->squares += all.sums[i];
         if (norm->bad_param < 0 && !isfinite(all.sums[i])) norm->bad_param = (int64_t)all.params[i];
     }
@@ -180,29 +185,26 @@ static zpp_status measure_on_device(const struct zpp_stepper *stepper, int rank,
     return status;
 }
 
-static zpp_status measure_all(const struct zpp_stepper *stepper, int rank, struct zpp_shard_norm *row,
-                              const struct zpp_wait *wait, struct zpp_err *err) {
-    if (zpp_zero_shards_on_device(stepper->zero)) return measure_on_device(stepper, rank, row, wait, err);
-    return measure_units(stepper, rank, row, err);
-}
-
-/* Local gradients are the same on every rank, so each rank measures all shards. */
-static zpp_status measure_local(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms,
-                                const struct zpp_wait *wait, struct zpp_err *err) {
+/* Fill in rows[ranks * units]: the shards of `ranks` ranks from the first one on. */
+static zpp_status measure_ranks(const struct zpp_stepper *stepper, int first_rank, int ranks,
+                                struct zpp_shard_norm *rows, const struct zpp_wait *wait, struct zpp_err *err) {
+    if (zpp_zero_shards_on_device(stepper->zero))
+        return measure_on_device(stepper, first_rank, ranks, rows, wait, err);
     zpp_status status = ZPP_OK;
-    for (int rank = 0; rank < zpp_zero_ranks(stepper->zero) && status == ZPP_OK; rank++)
-        status = measure_all(stepper, rank, &norms[(size_t)rank * (size_t)stepper->units_count], wait, err);
+    for (int i = 0; i < ranks && status == ZPP_OK; i++)
+        status = measure_units(stepper, first_rank + i, &rows[(size_t)i * (size_t)stepper->units_count], err);
     return status;
 }
 
 zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, const struct zpp_wait *wait,
                            struct zpp_err *err) {
     const size_t units = (size_t)stepper->units_count;
-    if (zpp_zero_grads_are_local(stepper->zero)) return measure_local(stepper, norms, wait, err);
+    if (zpp_zero_grads_are_local(stepper->zero)) /* the same on every rank, so each rank measures all shards */
+        return measure_ranks(stepper, 0, zpp_zero_ranks(stepper->zero), norms, wait, err);
     if (!units) return ZPP_OK;
     struct zpp_shard_norm *own = calloc(units, sizeof *own);
     if (!own) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %zu units", units);
-    zpp_status status = measure_all(stepper, zpp_zero_rank(stepper->zero), own, wait, err);
+    zpp_status status = measure_ranks(stepper, zpp_zero_rank(stepper->zero), 1, own, wait, err);
     if (status == ZPP_OK) status = zpp_zero_gather_norms(stepper->zero, own, units * sizeof *own, norms, wait, err);
     free(own);
     return status;

@@ -49,8 +49,9 @@ def check(waits: dict[str, int], asked: int, device: str) -> None:
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_shards_on_the_device(precision: str | None, clip: float | None, device: str) -> None:
+    """The host waits once, for the sums of squares: a step whose gradients are not finite raises before it changes anything."""
     for stage in (0, 1, 2, 3):
-        check(waits_of_a_step(clip, stage=stage, precision=precision), 2 if stage == 0 else 1, device)
+        check(waits_of_a_step(clip, stage=stage, precision=precision), 1, device)
 
 
 @on_ranks(1, 2, devices=("sim", "sim-lazy"))
