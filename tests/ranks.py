@@ -43,6 +43,8 @@ RANK = Path(__file__).with_name("rank.py")
 TEST_S = 90.0
 """A test that takes longer on a rank hangs. The log then shows the stacks."""
 LAUNCH_S = 280.0
+SIM_TIMES = 4.0
+"""The limits are so many times longer on the simulated GPU, where each operator crosses to another thread and back."""
 DEVICE = ""
 """The device of all tests, of ``pytest --device``; empty: each runs on its own ones."""
 GRACE_S = 10.0
@@ -81,6 +83,7 @@ def on_ranks(
             each_rank().check()
 
         where = (DEVICE,) if DEVICE else devices
+        times = SIM_TIMES if DEVICE.startswith("sim") else 1.0
         several = {"ranks": len(worlds) != 1, "device": len(where) != 1}
         own = [name for name in inspect.signature(body).parameters if name not in several]
         names = ["each_rank", *own, *(name for name, here in several.items() if here)]
@@ -88,7 +91,7 @@ def on_ranks(
         test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
         test.on_ranks = _How(  # type: ignore[attr-defined]
             worlds[0] if len(worlds) == 1 else None, where[0] if len(where) == 1 else None, dict(refused or {}), backend, cold,
-            alone, test_s, launch_s,
+            alone, times * test_s, times * launch_s,
         )  # fmt: skip
         for name, values in (("ranks", worlds), ("device", where)):
             if len(values) > 1:
@@ -249,7 +252,7 @@ def _how_it_ended(process: Started, launch_s: float) -> str:
 
 def _request(item: Any, device: str) -> dict[str, Any]:
     own = inspect.signature(inspect.unwrap(item.obj)).parameters
-    params = getattr(getattr(item, "callspec", None), "params", {})
+    params = {"device": device} | getattr(getattr(item, "callspec", None), "params", {})
     return {
         "id": item.nodeid,
         "function": item.originalname,

@@ -19,3 +19,8 @@ def test_tensors_are_on_the_device() -> None:
 def test_a_refusal_is_expected_on_that_device_only() -> None:
     if torch.ones(1).device.type != "cpu":
         raise ConfigError("the thing is not supported yet on a GPU")
+
+
+@on_ranks(1, devices=("sim",))
+def test_a_body_may_ask_for_its_only_device(device: str) -> None:
+    assert device.startswith("sim") and torch.ones(1).device.type == "sim"
