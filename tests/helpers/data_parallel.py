@@ -14,15 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Averaged(nn.Module):
-    """Average each gradient over the ranks when autograd has added it, by way of the host."""
+    """Take rank 0's values, and average each gradient over the ranks when autograd has added it, by way of the host."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self._syncs = module, True
+        self.module, self._syncs, self._follows = module, True, True
         for parameter in module.parameters():
+            _take_from_rank_0(parameter)
             parameter.register_post_accumulate_grad_hook(self._average)
 
     def forward(self, *args: Any, **options: Any) -> Any:
+        """Run the module; its buffers are rank 0's, unless the forward before was one without a backward that averages."""
+        for buffer in self.module.buffers() if self._follows else ():
+            _take_from_rank_0(buffer)
+        self._follows = self._syncs and torch.is_grad_enabled()
         return self.module(*args, **options)
 
     @contextlib.contextmanager
@@ -37,6 +42,13 @@ class Averaged(nn.Module):
             values = parameter.grad.cpu() / dist.get_world_size()
             dist.all_reduce(values)
             parameter.grad.copy_(values)
+
+
+@torch.no_grad()
+def _take_from_rank_0(tensor: torch.Tensor) -> None:
+    values = tensor.detach().cpu().contiguous()
+    dist.broadcast(values, 0)
+    tensor.copy_(values)
 
 
 def data_parallel(model: nn.Module, **options: Any) -> Any:
