@@ -24,3 +24,20 @@ def test_a_refusal_is_expected_on_that_device_only() -> None:
 @on_ranks(1, devices=("sim",))
 def test_a_body_may_ask_for_its_only_device(device: str) -> None:
     assert device.startswith("sim") and torch.ones(1).device.type == "sim"
+
+
+@on_ranks(1, devices=("sim", "sim-lazy"))
+def test_a_generator_draws_the_same_numbers() -> None:
+    first, second = (torch.randn(5, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    wanted = torch.randn(5, generator=torch.Generator().manual_seed(3), device="cpu")
+    assert torch.equal(first.cpu(), wanted) and torch.equal(second.cpu(), wanted)
+
+
+@on_ranks(1, devices=("sim",))
+def test_norms_in_low_precision_have_a_backward() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for kind in (torch.nn.LayerNorm(8), torch.nn.GroupNorm(2, 8)):
+            model, x = kind.to(dtype), torch.ones(2, 8, dtype=dtype, requires_grad=True)
+            model(x).float().sum().backward()
+            assert x.grad is not None and torch.isfinite(x.grad).all()
+            assert model.weight.grad is not None and torch.isfinite(model.weight.grad).all()
