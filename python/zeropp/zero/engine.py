@@ -55,7 +55,7 @@ class StepStrategy(Part):
         """Collective: return (squared norm of the gradients as they are held, the parameters and ranks with values that are not finite)."""
         squares, bad = engine.core.norm()
         who = [(engine.units[unit].params[index].names[0], bits) for unit, index, bits in bad]
-        return squares, origins(who, engine.ranks)
+        return squares, origins(who, engine.ranks, known=engine.shard_device.type == "cpu")
 
     def gradients_pending(self, engine: Engine) -> bool:
         """Return True if gradients were accumulated inside ``no_sync`` and not reduced. Equal on all ranks."""

@@ -150,16 +150,19 @@ class Scaler(NoScaler):
         self.overflow = []
 
 
-def origins(bad: Iterable[tuple[str, int]], ranks: int) -> list[str]:
+def origins(bad: Iterable[tuple[str, int]], ranks: int, known: bool = True) -> list[str]:
     """Return the parameters, each with the ranks whose gradients were not finite before the sum.
 
     Args:
         bad: (name, bits of the ranks) of each shard with such values, in the order of the shards.
+        known: False: the gradients of each rank were not looked at before the sum, so there are no bits.
     """
     found: dict[str, int] = {}
     for name, bits in bad:
         found[name] = found.get(name, 0) | bits
-    return [f"'{name}' ({_where(bits, ranks)})" for name, bits in found.items()]
+    if known or ranks == 1:
+        return [f"'{name}' ({_where(bits if known else 1, ranks)})" for name, bits in found.items()]
+    return [f"'{name}' (on some rank, or in the sum)" for name in found]
 
 
 def _where(bits: int, ranks: int) -> str:
