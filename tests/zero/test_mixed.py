@@ -64,7 +64,9 @@ def wanted(models: list[nn.Module], steps: int, width: int) -> list[Tensor]:
         sum(model(batch(step, width)).square().mean() for model in models).backward()
         for parameter in (p for model in models for p in model.parameters()):
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            mine = mine.cpu()  # gloo has no sums on a simulated GPU
             dist.all_reduce(mine)
+            mine = mine.to(parameter.device)
             with torch.no_grad():
                 parameter -= 0.1 * mine / dist.get_world_size()
             parameter.grad = None
@@ -104,7 +106,7 @@ def test_one_fails() -> None:
     kept, began = weight.data, time.monotonic()
 
     def break_it(_: Tensor) -> None:
-        weight.data = torch.zeros(1)  # so its gradient does not fit
+        weight.data = torch.zeros(1, device=weight.device)  # so its gradient does not fit
 
     for fails in (False, dist.get_rank() == 0, False):
         x = batch(0, 32)
