@@ -181,7 +181,8 @@ void zpp_zero_reset_uses(zpp_zero *zero);
 int zpp_zero_uses(const zpp_zero *zero, int unit);
 bool zpp_zero_used_once(const zpp_zero *zero, int unit); /* and no part of its gradient came alone */
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
-/* A backward that ended by an exception: what was not reduced is dropped. */
+/* A backward that ended by an exception: what was not reduced is dropped. One rank drops what is being reduced, too, and
+ * all gradients so far with it. */
 void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
  * shards). *present[params]: 1 if any rank had a gradient. NULL where no parameter of the unit had one. */
