@@ -32,7 +32,7 @@ typedef struct {
     PyObject *leaf;     /* tuple of dicts, see hangs_on_output; NULL: not one of torch's leaf modules */
     Py_ssize_t layer;   /* number among the layers that may be left out, where `skipped` is there */
     PyObject *skipped;  /* what is called in the place of `call` when the layer is left out; NULL: it never is */
-    PyObject *check;    /* (args, kwargs, output) -> None, after its first forward in training; then NULL */
+    PyObject *check;    /* (args, kwargs, output) -> None, after its forwards in training until it returns; then NULL */
     bool moves;         /* some of its units are released; other units read in it stay until its backward ends */
     PyObject *gate;     /* {0: backward}, shared by all tensors that it is put on */
     PyObject *backward; /* callable: the gate's only entry */
@@ -275,9 +275,13 @@ static PyObject *check_output(Trigger *trigger, const struct open_call *call, Py
     if (!output || !check || call->dropped || !trains(trigger, call)) return output;
     trigger->check = NULL;
     PyObject *done = PyObject_CallFunctionObjArgs(check, args, kwargs ? kwargs : Py_None, output, NULL);
-    Py_DECREF(check);
-    if (!done) Py_CLEAR(output);
-    Py_XDECREF(done);
+    if (done) {
+        Py_DECREF(check);
+        Py_DECREF(done);
+    } else {
+        trigger->check = check; /* the next forward is refused, too */
+        Py_CLEAR(output);
+    }
     return output;
 }
 
