@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import zeropp
-from ranks import of_all_ranks, on_ranks
+from checkpoint.models import group
+from launch import run_ranks
+from ranks import of_all_ranks, on_ranks, simulated
 from torch import nn
 from zeropp.files import safefile
 
@@ -69,11 +73,15 @@ def _all_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @on_ranks(1, 2, devices=("sim",))
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_checkpoints_go_from_a_device_to_the_cpu_and_back(precision: str | None) -> None:
+@pytest.mark.parametrize("shards", ["host", "stage 3", "stage 1", "stage 0"])
+def test_checkpoints_go_from_a_device_to_the_cpu_and_back(precision: str | None, shards: str) -> None:
+    """The shards are on the device, or on the host beside it."""
     folder = of_all_ranks(tempfile.mkdtemp())[0]
-    offload = zeropp.Offload(params="cpu", optimizer="cpu")
-    where = {"sim": {"offload": offload, "precision": precision}, "cpu": {"precision": precision}}
-    for source, target in (("sim", "cpu"), ("cpu", "sim")):
+    there: dict[str, Any] = {"offload": zeropp.Offload(params="cpu", optimizer="cpu")}
+    if shards != "host":
+        there = {"offload": zeropp.Offload(), "stage": int(shards[-1])}
+    where = {"sim": {**there, "precision": precision}, "cpu": {"precision": precision}}
+    for source, target in (("sim", "cpu"), ("cpu", "sim"), ("sim", "sim")):
         model, optimizer = _trained(source, 1, **where[source])
         zeropp.save(folder, model, optimizer, step=1)
         other, other_optimizer = _trained(target, 2, **where[target])
@@ -85,3 +93,40 @@ def test_checkpoints_go_from_a_device_to_the_cpu_and_back(precision: str | None)
         for name, one in found.items():
             assert torch.equal(one, wanted[name]), (source, name)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save(rank: int, ranks: int, path: str, device: str) -> None:
+    if device == "sim":
+        importlib.import_module("sim")
+    with group(ranks):
+        model, optimizer = _trained(device, 1)
+        zeropp.save(Path(path) / "checkpoint", model, optimizer, step=1)
+        values = _all_of(model)
+        del model, optimizer  # before the group: a coordinator on a GPU must not outlive it
+        gc.collect()
+    if rank == 0:
+        torch.save(values, Path(path) / "values.pt")
+
+
+def _load(rank: int, ranks: int, path: str, device: str) -> None:
+    if device == "sim":
+        importlib.import_module("sim")
+    with group(ranks):
+        model, optimizer = _trained(device, 2)
+        zeropp.load(Path(path) / "checkpoint", model, optimizer)
+        found = _all_of(model)
+        del model, optimizer  # before the group: a coordinator on a GPU must not outlive it
+        gc.collect()
+    wanted = torch.load(Path(path) / "values.pt")
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        assert torch.equal(one, wanted[name]), name
+
+
+@pytest.mark.parametrize("source, target", [("sim", "sim"), ("sim", "cpu"), ("cpu", "sim")])
+@pytest.mark.parametrize("ranks, later", [(2, 1), (1, 2)])
+def test_another_number_of_ranks_loads_it(tmp_path: Path, source: str, target: str, ranks: int, later: int) -> None:
+    """Shards are on the device on both sides, or on the CPU on one."""
+    simulated("sim")
+    run_ranks(ranks, _save, str(tmp_path), source)
+    run_ranks(later, _load, str(tmp_path), target)
