@@ -85,7 +85,7 @@ static PyObject *comm_close(PyObject *object, PyObject *none) {
     self->closing = true;
     if (self->users)
         zpp_comm_abort(self->comm, "it was closed while a call was in progress");
-    else
+    else if (!self->holders)
         zpp_py_comm_destroy(self);
     Py_RETURN_NONE;
 }

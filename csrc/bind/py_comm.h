@@ -37,6 +37,7 @@ typedef struct Comm {
     PyObject_HEAD zpp_comm *comm; /* NULL after close */
     PyObject *log;
     int users; /* calls in progress, with the GIL released; guarded by the GIL */
+    int holders; /* whose threads use the communicator until they end; guarded by the GIL */
     bool closing;
     struct zpp_traffic last; /* at close */
 } Comm;
@@ -47,6 +48,10 @@ extern PyTypeObject *zpp_py_comm_type; /* written once, when the module is made 
 zpp_comm *zpp_py_comm_acquire(PyObject *comm);
 void zpp_py_comm_release(PyObject *comm);
 void zpp_py_comm_destroy(Comm *self); /* no call is in progress */
+/* For an owner of threads that use the communicator beside all calls: a group that is closed meanwhile is destroyed
+ * once the last of them has dropped it. `comm` is not closed at hold. */
+void zpp_py_comm_hold(PyObject *comm);
+void zpp_py_comm_drop(PyObject *comm);
 
 /* Work that needs the GIL, deferred by a thread that has none. */
 struct zpp_py_deferred {

@@ -75,9 +75,22 @@ void zpp_py_comm_destroy(Comm *self) {
     zpp_py_run_deferred();
 }
 
+static void destroy_if_unused(Comm *self) {
+    if (self->closing && !self->users && !self->holders) zpp_py_comm_destroy(self);
+}
+
 void zpp_py_comm_release(PyObject *object) {
     Comm *self = (Comm *)object;
-    if (--self->users == 0 && self->closing) zpp_py_comm_destroy(self);
+    self->users--;
+    destroy_if_unused(self);
+}
+
+void zpp_py_comm_hold(PyObject *object) { ((Comm *)object)->holders++; }
+
+void zpp_py_comm_drop(PyObject *object) {
+    Comm *self = (Comm *)object;
+    self->holders--;
+    destroy_if_unused(self);
 }
 
 /* --- a blocking call ---------------------------------------------------------------------------------------------- */

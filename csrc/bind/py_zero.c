@@ -276,6 +276,9 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         zpp_py_raise(&err);
         return -1;
     }
+    /* Shards on the device: a thread of the coordinator watches the ranks (csrc/zero/counters.c). */
+    zero->holds_comm = zero->comm && options.host;
+    if (zero->holds_comm) zpp_py_comm_hold(zero->comm);
     zero->ranks = zpp_zero_ranks(zero->core);
     zpp_zero_set_grad_scale(zero->core, 1.0 / zero->accumulate);
     return keep_functions(zero, functions) || zpp_py_hooks_attach(zero) || !zero->units ? -1 : 0;
@@ -326,6 +329,7 @@ static void zero_dealloc(PyObject *self) {
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);
     zpp_device_destroy(zero->host);
+    if (zero->holds_comm) zpp_py_comm_drop(zero->comm);
     Py_XDECREF(zero->comm);
     Py_XDECREF(zero->intranode);
     PyObject_Free(self);

@@ -72,6 +72,7 @@ struct Zero {
     int32_t accelerator_type, accelerator_index; /* torch's */
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm or NULL */
+    bool holds_comm;
     PyObject *intranode; /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *optim_file;   /* _C.OptimFile or NULL */

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import shutil
 import tempfile
@@ -102,8 +101,6 @@ def _save(rank: int, ranks: int, path: str, device: str) -> None:
         model, optimizer = _trained(device, 1)
         zeropp.save(Path(path) / "checkpoint", model, optimizer, step=1)
         values = _all_of(model)
-        del model, optimizer  # before the group: a coordinator on a GPU must not outlive it
-        gc.collect()
     if rank == 0:
         torch.save(values, Path(path) / "values.pt")
 
@@ -115,8 +112,6 @@ def _load(rank: int, ranks: int, path: str, device: str) -> None:
         model, optimizer = _trained(device, 2)
         zeropp.load(Path(path) / "checkpoint", model, optimizer)
         found = _all_of(model)
-        del model, optimizer  # before the group: a coordinator on a GPU must not outlive it
-        gc.collect()
     wanted = torch.load(Path(path) / "values.pt")
     assert found.keys() == wanted.keys()
     for name, one in found.items():
