@@ -243,6 +243,18 @@ static zpp_status open_devices(Zero *zero, const char *name, int index, struct z
     return status;
 }
 
+static zpp_status open_core(Zero *zero, int threads, const struct zpp_zero_options *options, struct zpp_err *err) {
+    zpp_status status = zpp_op_pool_create(threads, &zero->pool, err);
+    if (status == ZPP_OK) status = zpp_zero_create(options, &zero->core, err);
+    if (status != ZPP_OK) return status;
+    zero->ranks = zpp_zero_ranks(zero->core);
+    zpp_zero_set_grad_scale(zero->core, 1.0 / zero->accumulate);
+    /* Shards on the device: a thread of the coordinator watches the ranks (csrc/zero/counters.c). */
+    zero->holds_comm = zero->comm && options->host;
+    if (zero->holds_comm) zpp_py_comm_hold(zero->comm);
+    return ZPP_OK;
+}
+
 /* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions, params_fraction, comm of this
  * host's ranks, which have a copy of FILE units of their own | None, type of torch's device | None for the CPU, its
  * index, are shards on it) */
@@ -270,17 +282,11 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     if (keep_comm(comm, &zero->comm, &options.comm) || keep_comm(copy, &zero->intranode, &options.copy)) return -1;
     if (options.comm) zero->timeout_ns = zpp_comm_timeout_ns(options.comm);
     zpp_status status = open_devices(zero, device, device_index, &options, &err);
-    if (status == ZPP_OK) status = zpp_op_pool_create(threads, &zero->pool, &err);
-    if (status == ZPP_OK) status = zpp_zero_create(&options, &zero->core, &err);
+    if (status == ZPP_OK) status = open_core(zero, threads, &options, &err);
     if (status != ZPP_OK) {
         zpp_py_raise(&err);
         return -1;
     }
-    /* Shards on the device: a thread of the coordinator watches the ranks (csrc/zero/counters.c). */
-    zero->holds_comm = zero->comm && options.host;
-    if (zero->holds_comm) zpp_py_comm_hold(zero->comm);
-    zero->ranks = zpp_zero_ranks(zero->core);
-    zpp_zero_set_grad_scale(zero->core, 1.0 / zero->accumulate);
     return keep_functions(zero, functions) || zpp_py_hooks_attach(zero) || !zero->units ? -1 : 0;
 }
 
@@ -480,12 +486,12 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
     (void)unused;
     struct zpp_zero_memory memory;
     zpp_zero_memory(((Zero *)self)->core, &memory);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes, "gathered",
-                         (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes, "buckets",
-                         (Py_ssize_t)memory.bucket_bytes, "buckets_peak", (Py_ssize_t)memory.bucket_peak_bytes,
-                         "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes, "on_disk",
-                         (Py_ssize_t)memory.on_disk_bytes, "pinned", (Py_ssize_t)memory.pinned_bytes, "resident",
-                         (Py_ssize_t)memory.resident_bytes, "blocks", (Py_ssize_t)memory.block_bytes);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes,
+                         "gathered", (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes,
+                         "buckets", (Py_ssize_t)memory.bucket_bytes, "buckets_peak",
+                         (Py_ssize_t)memory.bucket_peak_bytes, "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes,
+                         "on_disk", (Py_ssize_t)memory.on_disk_bytes, "pinned", (Py_ssize_t)memory.pinned_bytes,
+                         "resident", (Py_ssize_t)memory.resident_bytes, "blocks", (Py_ssize_t)memory.block_bytes);
 }
 
 static PyObject *zero_gather_ns(PyObject *self, PyObject *unused) {

@@ -181,8 +181,8 @@ void zpp_zero_reset_uses(zpp_zero *zero);
 int zpp_zero_uses(const zpp_zero *zero, int unit);
 bool zpp_zero_used_once(const zpp_zero *zero, int unit); /* and no part of its gradient came alone */
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
-/* A backward that ended by an exception: what was not reduced is dropped. One rank drops what is being reduced, too, and
- * all gradients so far with it. */
+/* A backward that ended by an exception: what was not reduced is dropped. One rank drops what is being reduced, too,
+ * and all gradients so far with it. */
 void zpp_zero_backward_abort(zpp_zero *zero);
 /* After a backward that reduces: this rank's reduced gradient, `shard_elems` of grad_dtype (stage 0: `elems`, all
  * shards). *present[params]: 1 if any rank had a gradient. NULL where no parameter of the unit had one. */
@@ -267,7 +267,8 @@ struct zpp_zero_memory {
     size_t bucket_bytes;     /* gradients not reduced yet, now */
     size_t bucket_peak_bytes, gathered_peak_bytes;
     size_t on_disk_bytes;      /* this rank's share of what is in the file of parameters */
-    size_t pinned_bytes;       /* host memory that is page-locked here for the accelerator: of all ranks' shards and buckets */
+    size_t
+        pinned_bytes; /* host memory that is page-locked here for the accelerator: of all ranks' shards and buckets */
     size_t resident_bytes;     /* on an accelerator beside shards on the host: units that stay whole */
     size_t block_bytes;        /* there, too: gradients on their way down */
 };

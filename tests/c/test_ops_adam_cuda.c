@@ -105,6 +105,7 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(many_segments), TEST(long_segment), TEST(skipped), TEST(nothing), {0} };
+    static const struct test_case cases[] = {
+        TEST(many_segments), TEST(long_segment), TEST(skipped), TEST(nothing), {0}};
     return test_main(argc, argv, cases);
 }
