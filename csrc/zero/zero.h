@@ -267,8 +267,7 @@ struct zpp_zero_memory {
     size_t bucket_bytes;     /* gradients not reduced yet, now */
     size_t bucket_peak_bytes, gathered_peak_bytes;
     size_t on_disk_bytes;      /* this rank's share of what is in the file of parameters */
-    size_t
-        pinned_bytes; /* host memory that is page-locked here for the accelerator: of all ranks' shards and buckets */
+    size_t pinned_bytes;       /* page-locked here for the accelerator: of all ranks' shards and buckets */
     size_t resident_bytes;     /* on an accelerator beside shards on the host: units that stay whole */
     size_t block_bytes;        /* there, too: gradients on their way down */
 };

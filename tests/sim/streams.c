@@ -127,8 +127,7 @@ static bool blocked(const struct CUstream_st *stream) {
 
 static void want(struct CUstream_st *stream, uint64_t order);
 
-/* Ranks that are threads of this process map a counter at several addresses, all of them at the same place of a page.
- */
+/* Ranks that are threads of this process map a counter at several addresses, all at the same place of a page. */
 static bool same_counter(const uint64_t *a, const uint64_t *b) {
     return (uintptr_t)a % SIM_PAGE_BYTES == (uintptr_t)b % SIM_PAGE_BYTES;
 }
