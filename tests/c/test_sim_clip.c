@@ -9,9 +9,9 @@
 #include "../../csrc/ops/norm/clip.h"
 #include "../../csrc/ops/optim/optim.h"
 #include "sim_gpu.h"
+#include "sim_stream.h"
 
 enum { RANKS = 3, GROUPS = 1300, SEGMENTS = 2000, MOST = 9000, ELEMS = SEGMENTS + MOST };
-static const struct zpp_wait ten_seconds = {10000000000u, NULL, NULL};
 
 struct memory { /* of the device, or of the host */
     float grads[ELEMS];
@@ -23,35 +23,6 @@ struct memory { /* of the device, or of the host */
 static struct memory given, wanted, found;
 static struct zpp_norm_segment segments[RANKS][SEGMENTS];
 static size_t firsts[GROUPS + 1];
-
-static struct {
-    zpp_device *device;
-    zpp_stream *stream;
-    zpp_event *event;
-    void *native;
-} gpu;
-
-static zpp_status see_native(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)wait, (void)err;
-    **(void ***)arg = native;
-    return ZPP_OK;
-}
-
-static void finish(void) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_event_record(gpu.event, gpu.stream, &err));
-    CHECK_OK(zpp_event_sync(gpu.event, &ten_seconds, &err));
-}
-
-static void open_gpu(void) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    void **where = &gpu.native;
-    CHECK_OK(zpp_device_cuda_create(0, &gpu.device, &err));
-    CHECK_OK(zpp_stream_create(gpu.device, ZPP_STREAM_THREAD, "steps", &gpu.stream, &err));
-    CHECK_OK(zpp_event_create(gpu.device, &gpu.event, &err));
-    CHECK_OK(zpp_stream_launch(gpu.stream, see_native, &where, sizeof where, &err));
-    finish();
-}
 
 static struct memory *to_device(void) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -242,8 +213,6 @@ int main(int argc, char **argv) {
                                              TEST(refusals),
                                              {0}};
     const int result = test_main(argc, argv, cases);
-    zpp_event_destroy(gpu.event);
-    zpp_stream_destroy(gpu.stream);
-    zpp_device_destroy(gpu.device);
+    close_gpu();
     return result;
 }

@@ -4,6 +4,7 @@
  * between its threads, one without. The results have the CPU's bits, whatever the schedule.
  */
 #include "sim_gpu.h"
+#include "sim_stream.h"
 
 #include "../../csrc/base/cuda_images.h"
 #include "../../csrc/base/device_cuda.h"
@@ -15,42 +16,11 @@ const size_t zpp_cuda_images_count = 1;
 const int zpp_cuda_images_toolkit = 13000;
 
 enum { ELEMS = 5000, BLOCK_ELEMS = 256, BLOCKS = ELEMS / BLOCK_ELEMS + 1 };
-static const struct zpp_wait ten_seconds = {10000000000u, NULL, NULL};
 
 struct memory { /* of the device, or of the host */
     float values[ELEMS], back[ELEMS], scales[BLOCKS];
     uint8_t codes[ELEMS];
 };
-
-static struct {
-    zpp_device *device;
-    zpp_stream *stream;
-    zpp_event *event;
-    void *native;
-} gpu;
-
-static zpp_status see_native(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
-    (void)wait, (void)err;
-    **(void ***)arg = native;
-    return ZPP_OK;
-}
-
-static void open_gpu(void) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    void **where = &gpu.native;
-    CHECK_OK(zpp_device_cuda_create(0, &gpu.device, &err));
-    CHECK_OK(zpp_stream_create(gpu.device, ZPP_STREAM_THREAD, "kernels", &gpu.stream, &err));
-    CHECK_OK(zpp_event_create(gpu.device, &gpu.event, &err));
-    CHECK_OK(zpp_stream_launch(gpu.stream, see_native, &where, sizeof where, &err));
-    CHECK_OK(zpp_event_record(gpu.event, gpu.stream, &err));
-    CHECK_OK(zpp_event_sync(gpu.event, &ten_seconds, &err));
-}
-
-static void close_gpu(void) {
-    zpp_event_destroy(gpu.event);
-    zpp_stream_destroy(gpu.stream);
-    zpp_device_destroy(gpu.device);
-}
 
 /* Returns device memory with `host` on its way there. */
 static struct memory *to_device(const struct memory *host) {

@@ -57,6 +57,24 @@ def plain() -> list[float]:
     return losses
 
 
+def train_step(model: Any, optimizer: Any, share: Any, step: int, ranks: int) -> list[float]:
+    """Train one step over this rank's share of the batch; return its loss over all ranks and the length."""
+    total, length = torch.zeros(()), 0
+    for part in share:
+        rows = [tensor[part.sequences.start : part.sequences.stop] for tensor in batch(step)]
+        elastic.place(model, part)
+        inputs, targets = zeropp.data.cut(rows, model)
+        length = inputs.shape[1]
+        loss = part.weight * model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.detach() / len(share) / ranks
+    if ranks > 1:
+        torch.distributed.all_reduce(total)
+    return [total.item(), length]
+
+
 def curve(rank: int, ranks: int, folder: str, accumulate: int, stage: int, kill_at: int) -> list[list[float]]:
     """Train from the checkpoint in ``folder``, or from the start; return (loss, length) of each step."""
     if ranks > 1:
@@ -70,19 +88,7 @@ def curve(rank: int, ranks: int, folder: str, accumulate: int, stage: int, kill_
     for step in range(first, STEPS):
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        total, length = torch.zeros(()), 0
-        for part in share:
-            rows = [tensor[part.sequences.start : part.sequences.stop] for tensor in batch(step)]
-            inputs, targets = zeropp.data.cut(rows, model)
-            length = inputs.shape[1]
-            loss = part.weight * model(inputs, targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            total += loss.detach() / len(share) / ranks
-        if ranks > 1:
-            torch.distributed.all_reduce(total)
-        found.append([total.item(), length])
+        found.append(train_step(model, optimizer, share, step, ranks))
         if step == 2:
             zeropp.save(folder, model, optimizer, step=step + 1)
     return found
@@ -99,18 +105,7 @@ def dropping(rank: int, ranks: int, accumulate: int) -> list[float]:
     model, optimizer = zeropp.prepare(model, adamw(model), Config(accumulate=len(share), efficiency=efficiency))
     found = []
     for step in range(4):
-        total = torch.zeros(())
-        for part in share:
-            rows = [tensor[part.sequences.start : part.sequences.stop] for tensor in batch(step)]
-            elastic.place(model, part)
-            loss = part.weight * model(*zeropp.data.cut(rows, model))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            total += loss.detach() / len(share) / ranks
-        if ranks > 1:
-            torch.distributed.all_reduce(total)
-        found.append(total.item())
+        found.append(train_step(model, optimizer, share, step, ranks)[0])
     return found
 
 
