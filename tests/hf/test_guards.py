@@ -28,6 +28,7 @@ TRAINER = {
     "_save_optimizer_and_scheduler": "self, output_dir",
     "_wrap_model": "self, model, training=True, dataloader=None",
     "create_accelerator_and_postprocess": "self",
+    "get_batch_samples": "self, epoch_iterator, num_batches, device",
     "evaluation_loop": "self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix='eval'",
     "hyperparameter_search": "self, hp_space=None, compute_objective=None, n_trials=20, direction='minimize', backend=None, "
     "hp_name=None, **kwargs",

@@ -84,12 +84,13 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
 
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
-/* Cut the record stream in chunks of equal length, from where the last one ends to an element. */
-static bool cut_chunks(struct record_stream *stream, size_t until, size_t most_elems) {
+/* Cut the record stream in chunks of equal length, from where the last one ends to an element. Their length is as near
+ * to `wanted_elems` as it can be: halves of what is a little longer would cost the disk two requests. */
+static bool cut_chunks(struct record_stream *stream, size_t until, size_t wanted_elems) {
     const size_t end = until > stream->held_elems ? until - stream->held_elems : 0;
     size_t at = stream->chunks ? stream->begins[stream->chunks] : 0;
     if (end <= at) return true;
-    const size_t count = (end - at + most_elems - 1) / most_elems;
+    const size_t rounded = (end - at + wanted_elems / 2) / wanted_elems, count = rounded ? rounded : 1;
     const size_t length = round_up((end - at + count - 1) / count, TIER_PAGE_ELEMS);
     if (length > stream->chunk_elems) stream->chunk_elems = length;
     for (; at < end; at = at + length < end ? at + length : end) {
@@ -105,15 +106,15 @@ static bool cut_chunks(struct record_stream *stream, size_t until, size_t most_e
 
 /* A large shard has chunks of its own: a step moves no states of a unit that it does not step (a layer that was left
  * out, an expert without tokens). */
-static bool cut_stream(zpp_optim_file *optim_file, int which, size_t most_elems) {
+static bool cut_stream(zpp_optim_file *optim_file, int which, size_t wanted_elems) {
     struct record_stream *stream = &optim_file->streams[which];
     for (int i = 0; i < optim_file->shards_count; i++) {
         const struct optim_file_shard *shard = &optim_file->shards[i];
         if (shard->stream != which || shard->elems < LARGE_SHARD_ELEMS) continue;
         const size_t end = shard->begin_elems + round_up(shard->elems, TIER_PAGE_ELEMS);
-        if (!cut_chunks(stream, shard->begin_elems, most_elems) || !cut_chunks(stream, end, most_elems)) return false;
+        if (!cut_chunks(stream, shard->begin_elems, wanted_elems) || !cut_chunks(stream, end, wanted_elems)) return false;
     }
-    return cut_chunks(stream, stream->elems, most_elems);
+    return cut_chunks(stream, stream->elems, wanted_elems);
 }
 
 static zpp_status lay_out_stream(zpp_optim_file *optim_file, int which, struct zpp_err *err) {
@@ -129,10 +130,10 @@ static zpp_status lay_out_stream(zpp_optim_file *optim_file, int which, struct z
     stream->elems = round_up(stream->elems, TIER_PAGE_ELEMS);
     if (!stream->planes) stream->held_elems = stream->elems; /* no record has anything: nothing is to be read */
     const size_t on_disk_elems = stream->elems - stream->held_elems;
-    size_t most_elems = optim_file->options.chunk_elems;
-    if (!most_elems) most_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
-    if (!optim_file->options.chunk_elems && most_elems > CHUNK_ELEMS) most_elems = CHUNK_ELEMS;
-    if (!cut_stream(optim_file, which, most_elems))
+    size_t wanted_elems = optim_file->options.chunk_elems;
+    if (!wanted_elems) wanted_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
+    if (!optim_file->options.chunk_elems && wanted_elems > CHUNK_ELEMS) wanted_elems = CHUNK_ELEMS;
+    if (!cut_stream(optim_file, which, wanted_elems))
         return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the records of %zu elements", on_disk_elems);
     stream->offset_bytes = optim_file->file_bytes;
     optim_file->file_bytes += (uint64_t)on_disk_elems * stream->planes * sizeof(float);

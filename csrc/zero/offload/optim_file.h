@@ -46,7 +46,7 @@ struct zpp_optim_file_options {
     double fraction;    /* of the bytes that go to the file, above 0 and at most 1 */
     unsigned moments;   /* which there are: bit 0 EXP_AVG, 1 EXP_AVG_SQ, 2 MAX_EXP_AVG_SQ */
     bool backward_step; /* steps are unit by unit (zpp_optim_file_backward_step_unit) */
-    size_t chunk_elems; /* of a record; a multiple of 1024; 0: chosen by seal */
+    size_t chunk_elems; /* of a record, about; a multiple of 1024; 0: chosen by seal */
     unsigned buffers;   /* records in memory, at least 3; 0: 4, or with backward_step for two shards, at most 64 */
 };
 

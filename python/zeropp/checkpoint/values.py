@@ -71,7 +71,8 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     dtype: torch.dtype = getattr(torch, types[0].removeprefix("torch."))
     spans = list(part.spans())
     most = max(last - first for first, last in spans)
-    mine = torch.zeros(most, dtype=dtype, device=part.unit.shard.device)
+    shard = part.unit.shard
+    mine = torch.zeros(most, dtype=dtype, device="cpu" if shard.is_meta else shard.device)  # meta: it is in a file
     every = torch.empty(most * engine.ranks, dtype=dtype, device=mine.device)
     if held is not None:
         mine[: held.numel()] = held

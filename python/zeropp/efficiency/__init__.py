@@ -9,5 +9,5 @@ Where what stands:
   ``check(model, config)``, called before anything is partitioned, and ``attach(model, engine)``, called when all hooks of the engine are
   in place; it has a row in attach.py's table. Both run on all ranks alike. ``engine.clock`` is the model's clock,
   ``engine.config.efficiency`` the configuration.
-- zeropp/data: what acts on batches before the model sees them (cut.py, the curriculum).
+- zeropp/data: what acts on batches before the model sees them (cutting.py, the curriculum).
 """

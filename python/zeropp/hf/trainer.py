@@ -17,7 +17,6 @@ import zeropp
 from zeropp import checkpoint as checkpoints
 from zeropp import zero
 from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
-from zeropp.data.cutting import cut_to, length_of
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.hf.report import MemoryTable, Metrics
 
@@ -66,6 +65,8 @@ class ZeroppTrainer:
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Cut each batch to the step's length before the tokens are counted that the loss is divided by."""
+        from zeropp.data.cutting import cut_to, length_of  # with the code that shards
+
         if self._zeropp and (length := length_of(self.model)) is not None:
             epoch_iterator = map(functools.partial(cut_to, length=length), epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
