@@ -25,7 +25,6 @@ from torch import nn
 import zeropp
 from zeropp import checkpoint, zero  # their modules are loaded when the first model is prepared
 from zeropp.comm import default_group
-from zeropp.config import as_config
 from zeropp.errors import ConfigError
 
 logger = logging.getLogger("zeropp")
@@ -73,6 +72,8 @@ class ZeroppAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *, zeropp: Any = None, **more: Any) -> None:
+        from zeropp.config import as_config  # loaded with the first configuration
+
         config = as_config(zeropp, "ZeroppAccelerator")
         for name, default, instead in (
             ("accumulate", 1, f"ZeroppAccelerator(gradient_accumulation_steps={config.accumulate})"),
