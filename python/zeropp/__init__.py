@@ -153,10 +153,23 @@ def _load() -> None:
         default_group.install()
 
 
+def _register_attention() -> None:
+    """Make ``attn_implementation="zeropp"`` known to transformers; what computes it is loaded when a model first calls it."""
+    transformers: Any = importlib.import_module("transformers")
+
+    def later(name: str) -> Any:
+        return lambda *given, **named: getattr(importlib.import_module("zeropp.efficiency.attention"), name)(
+            *given, **named
+        )
+
+    transformers.AttentionInterface.register("zeropp", later("attend"))
+    transformers.AttentionMaskInterface.register("zeropp", later("seen_keys"))
+
+
 def _register_names() -> None:
     """Make zeropp's names known to Lightning and transformers, where they are imported already: neither has entry points."""
     if "transformers.modeling_utils" in sys.modules:
-        importlib.import_module("zeropp.efficiency.attention").register()
+        _register_attention()
     if any(
         name in sys.modules
         for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")

@@ -9,27 +9,16 @@ transformers is patched; the model stays the object it was. Without the flag the
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
+import zeropp
 from zeropp.accelerate import ZeroppAccelerator
 from zeropp.hf import arguments, trainer
 from zeropp.hf.arguments import ArgumentsFor, TrainingArguments
 from zeropp.hf.report import MemoryTable
 from zeropp.hf.trainer import Trainer, TrainerFor
 
-
-def _later(name: str) -> Any:
-    """Return a function of zeropp.efficiency.attention that is loaded when a model first calls it."""
-    return lambda *given, **named: getattr(importlib.import_module("zeropp.efficiency.attention"), name)(
-        *given, **named
-    )
-
-
-AttentionInterface.register("zeropp", _later("attend"))
-AttentionMaskInterface.register("zeropp", _later("seen_keys"))
+zeropp._register_attention()
 
 Seq2SeqTrainer: Any
 """transformers.Seq2SeqTrainer with ZeRO."""
