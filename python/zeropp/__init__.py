@@ -155,12 +155,10 @@ def _load() -> None:
 
 def _register_attention() -> None:
     """Make ``attn_implementation="zeropp"`` known to transformers; what computes it is loaded when a model first calls it."""
-    transformers: Any = importlib.import_module("transformers")
+    transformers, home = importlib.import_module("transformers"), "zeropp.efficiency.attention"
 
     def later(name: str) -> Any:
-        return lambda *given, **named: getattr(importlib.import_module("zeropp.efficiency.attention"), name)(
-            *given, **named
-        )
+        return lambda *given, **named: getattr(importlib.import_module(home), name)(*given, **named)
 
     transformers.AttentionInterface.register("zeropp", later("attend"))
     transformers.AttentionMaskInterface.register("zeropp", later("seen_keys"))

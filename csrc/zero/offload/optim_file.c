@@ -112,7 +112,8 @@ static bool cut_stream(zpp_optim_file *optim_file, int which, size_t wanted_elem
         const struct optim_file_shard *shard = &optim_file->shards[i];
         if (shard->stream != which || shard->elems < LARGE_SHARD_ELEMS) continue;
         const size_t end = shard->begin_elems + round_up(shard->elems, TIER_PAGE_ELEMS);
-        if (!cut_chunks(stream, shard->begin_elems, wanted_elems) || !cut_chunks(stream, end, wanted_elems)) return false;
+        if (!cut_chunks(stream, shard->begin_elems, wanted_elems)) return false;
+        if (!cut_chunks(stream, end, wanted_elems)) return false;
     }
     return cut_chunks(stream, stream->elems, wanted_elems);
 }
