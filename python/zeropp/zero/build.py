@@ -15,6 +15,7 @@ from zeropp.comm.group import host_communicator
 from zeropp.config import Config
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read_ahead_bytes, tier_of
+from zeropp.zero.model.boxes import boxes_of
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
 from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays
 from zeropp.zero.model.units import UnitPlan, numbers
@@ -243,7 +244,7 @@ def _bind(engine: Engine, index: int, plan: UnitPlan) -> Unit:
     if layout["place"] == FILE:
         own = torch.empty_like(own, device="meta")
     entries = [
-        Entry(names, p, offset, numbers(p), p.shape, p.is_complex())
+        Entry(names, p, offset, numbers(p), p.shape, p.is_complex(), boxes_of(p))
         for names, p, offset in zip(plan.names, plan.params, layout["offsets"], strict=True)
     ]
     unit = Unit(

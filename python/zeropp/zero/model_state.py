@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from zeropp import _C
 from zeropp.config import Config, Tier
+from zeropp.zero.model.boxes import Boxes, whole_of
 
 #: csrc/base/dtype.h, in its order.
 DTYPES = (
@@ -48,6 +49,12 @@ class Entry:
     numel: int  # of a complex parameter twice as many: its numbers, real and imaginary part in turn
     shape: torch.Size
     is_complex: bool = False
+    boxes: Boxes | None = None  # of a larger tensor that it is a part of; None: the parameter is the whole tensor
+
+    @property
+    def held(self) -> Boxes:
+        """Return which boxes of the whole tensor the parameter is."""
+        return self.boxes or whole_of(self.shape)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of the parameter's numbers, 1-D and real, as the parameter has them."""
