@@ -401,6 +401,7 @@ static PyMethodDef comm_methods[] = {
     {"onebit_all_reduce", zpp_py_onebit_all_reduce, METH_VARARGS,
      "onebit_all_reduce(elems, chunk_elems, src_ptr, dtype, worker_error_ptr, server_error_ptr, scratch_ptr, "
      "result_ptr, gather, /)\n--\n\nMean over ranks at one bit an element: see csrc/comm/onebit.h."},
+    {"heads", zpp_py_heads, METH_O, "heads(words, /)\n--\n\nExchange heads for tokens: see csrc/comm/heads.h."},
     {"quant", zpp_py_comm_quant, METH_VARARGS,
      "quant(coll, dtype, op, dst_ptr, src_ptr, elems, bits, block_elems, node_ranks, /)\n--\n\nA quantised "
      "collective."},

@@ -86,6 +86,7 @@ PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send);
 /* Methods of Comm in py_comm_calls.c. */
 PyObject *zpp_py_onebit_layout(PyObject *comm, PyObject *args);
 PyObject *zpp_py_onebit_all_reduce(PyObject *comm, PyObject *args);
+PyObject *zpp_py_heads(PyObject *comm, PyObject *words);
 int zpp_py_add_nccl(PyObject *module); /* py_nccl.c */
 int zpp_py_add_comm_work(PyObject *module);
 int zpp_py_add_comm_memory(PyObject *module);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Calls of the type Comm whose arguments are more than a tensor: a tensor a rank, quantised collectives
- * (csrc/comm/shm/coll_quant.c), and the all-reduce of one bit an element (python/zeropp/comm/onebit.py). Memory comes
- * as addresses, all of it the caller's.
+ * (csrc/comm/shm/coll_quant.c), the all-reduce of one bit an element (python/zeropp/comm/onebit.py), and the exchange of
+ * heads for tokens (python/zeropp/comm/heads.py). Memory comes as addresses, all of it the caller's.
  */
+#include "../comm/heads.h"
 #include "../comm/onebit.h"
 #include "op_entries.h"
 #include "py_comm.h"
@@ -173,6 +174,65 @@ PyObject *zpp_py_onebit_all_reduce(PyObject *object, PyObject *args) {
     PyThreadState *state = PyEval_SaveThread();
     zpp_pool *pool = zpp_op_pool_take();
     const zpp_status status = zpp_onebit_all_reduce(comm, &job, pool, &wait, &err);
+    zpp_op_pool_give(pool);
+    PyEval_RestoreThread(state);
+    zpp_py_comm_release(object);
+    return zpp_py_result(status, &err);
+}
+
+/* --- heads for tokens --------------------------------------------------------------------------------------------- */
+
+enum { HEADS_WORDS = 4, TENSOR_WORDS = 10 }; /* before the lengths; of a tensor, before its spans */
+
+static struct zpp_heads_place read_place(const int64_t *words) {
+    return (struct zpp_heads_place){(void *)(uintptr_t)words[0], (size_t)words[1], (size_t)words[2], (size_t)words[3]};
+}
+
+/* See python/zeropp/comm/heads.py for the words. */
+static int read_heads(const int64_t *words, Py_ssize_t count, int ranks, struct zpp_heads_job *job) {
+    const Py_ssize_t tensor_words = TENSOR_WORDS + 2 * ranks, before = HEADS_WORDS + ranks;
+    const int64_t tensors = count > before ? words[3] : 0;
+    if (tensors < 1 || tensors > ZPP_HEADS_TENSORS || count != before + tensors * tensor_words)
+        return PyErr_Format(PyExc_ValueError, "comm: an exchange of heads of %zd words between %d ranks", count, ranks),
+               -1;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (words[i] < 0) return PyErr_Format(PyExc_ValueError, "comm: word %zd of heads is negative", i), -1;
+    job->to_tokens = words[0] != 0;
+    job->dtype = (zpp_dtype)words[1];
+    job->batch = (size_t)words[2];
+    job->tensors = (int)tensors;
+    for (int r = 0; r < ranks; r++) job->lengths[r] = (size_t)words[HEADS_WORDS + r];
+    for (int i = 0; i < job->tensors; i++) {
+        const int64_t *at = words + before + i * tensor_words;
+        struct zpp_heads_tensor *tensor = &job->tensor[i];
+        tensor->cut = read_place(at);
+        tensor->whole = read_place(at + 4);
+        tensor->heads = (size_t)at[8];
+        tensor->width_bytes = (size_t)at[9];
+        for (int r = 0; r < ranks; r++) {
+            tensor->begin[r] = (size_t)at[TENSOR_WORDS + r];
+            tensor->end[r] = (size_t)at[TENSOR_WORDS + ranks + r];
+        }
+    }
+    return 0;
+}
+
+PyObject *zpp_py_heads(PyObject *object, PyObject *words) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    struct zpp_heads_job job;
+    char *bytes = NULL;
+    Py_ssize_t length = 0;
+    zpp_comm *comm = zpp_py_comm_get(object);
+    if (!comm || PyBytes_AsStringAndSize(words, &bytes, &length) != 0) return NULL;
+    if (read_heads((const int64_t *)(const void *)bytes, length / (Py_ssize_t)sizeof(int64_t), zpp_comm_ranks(comm),
+                   &job) != 0 ||
+        !zpp_py_comm_acquire(object))
+        return NULL;
+    zpp_py_wait_init(&wait, zpp_comm_timeout_ns(comm));
+    PyThreadState *state = PyEval_SaveThread();
+    zpp_pool *pool = zpp_op_pool_take();
+    const zpp_status status = zpp_heads_exchange(comm, &job, pool, &wait, &err);
     zpp_op_pool_give(pool);
     PyEval_RestoreThread(state);
     zpp_py_comm_release(object);

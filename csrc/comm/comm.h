@@ -227,6 +227,10 @@ struct zpp_call {
     void *const *dsts;
     const void *const *srcs;
     const size_t *dst_bytes, *src_bytes;
+    /* all_to_all, may be NULL: read what the peers sent where it lies, pieces[r] from rank r, instead of having it
+     * copied to `dsts`. It is called only where the pieces of all peers are mapped here; else `dsts` are filled. */
+    void (*take)(void *ctx, const void *const *pieces);
+    void *take_ctx;
     /* The quantised ones, of F32, BF16 or F16, otherwise as their exact forms (`dst` only, which may hold `src` at
      * this rank's place; op SUM or AVG). Blocks begin at each shard; a block with an element that is not finite, or of
      * 2^127 and more, comes out as NaN. */

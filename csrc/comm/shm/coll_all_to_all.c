@@ -99,19 +99,33 @@ static struct zpp_place place_of(struct zpp_comm *comm, const struct zpp_call *c
     return place;
 }
 
-static zpp_status in_place(const struct job *job, uint64_t start_ns, struct zpp_err *err) {
+/* Map the pieces for this rank; NULL where a peer sends none, and its own. */
+static zpp_status map_pieces(const struct job *job, const void **pieces, struct zpp_err *err) {
     struct zpp_comm *comm = job->wait_ctx->comm;
-    for (int k = 1; k < comm->ranks; k++) {
-        const int r = (comm->rank + k) % comm->ranks;
+    zpp_status status = ZPP_OK;
+    for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         const uint64_t *counts = counts_of(comm, r);
         const uint8_t *src = NULL;
         uint64_t before = 0;
-        if (!job->call->dst_bytes[r]) continue;
+        pieces[r] = NULL;
+        if (r == comm->rank || !job->call->dst_bytes[r]) continue;
         for (int p = 0; p < comm->rank; p++) before += counts[p];
-        const zpp_status status = zpp_arena_at(job->wait_ctx, r, &zpp_post_of(comm, r)->place,
-                                               before + job->call->dst_bytes[r], &src, err);
-        if (status != ZPP_OK) return status;
-        zpp_copy(job->call->dsts[r], src + before, job->call->dst_bytes[r], zpp_own_nontemporal(comm));
+        status = zpp_arena_at(job->wait_ctx, r, &zpp_post_of(comm, r)->place, before + job->call->dst_bytes[r], &src,
+                              err);
+        if (status == ZPP_OK) pieces[r] = src + before;
+    }
+    return status;
+}
+
+static zpp_status in_place(const struct job *job, uint64_t start_ns, struct zpp_err *err) {
+    struct zpp_comm *comm = job->wait_ctx->comm;
+    const void *pieces[ZPP_RANKS_MAX];
+    const zpp_status status = map_pieces(job, pieces, err);
+    if (status != ZPP_OK) return status;
+    if (job->call->take) job->call->take(job->call->take_ctx, pieces);
+    for (int k = 1; k < comm->ranks && !job->call->take; k++) {
+        const int r = (comm->rank + k) % comm->ranks;
+        if (pieces[r]) zpp_copy(job->call->dsts[r], pieces[r], job->call->dst_bytes[r], zpp_own_nontemporal(comm));
     }
     return zpp_step_last(job->wait_ctx, start_ns, err);
 }

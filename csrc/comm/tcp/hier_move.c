@@ -133,6 +133,7 @@ static zpp_status all_to_all_intranode(struct zpp_hier *hier, struct zpp_err *er
     inside.srcs = srcs;
     inside.dst_bytes = dst_bytes;
     inside.src_bytes = src_bytes;
+    inside.take = NULL; /* pieces from other hosts lie in `dsts`, so all are to */
     const zpp_status status = zpp_hier_intranode(&hier->before, err);
     return status == ZPP_OK ? zpp_coll_all_to_all(&hier->before, &inside, err) : status;
 }

@@ -1,0 +1,309 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The exchange of heads for tokens (heads.h), over the all-to-all of comm.h. What one rank sends to another is, tensor
+ * after tensor, a contiguous (batch, tokens, heads, width). A group whose arenas are mapped reads it there; where bytes
+ * are staged or cross a network, they come into private memory first and are read from that.
+ */
+#include "heads.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* A box of (batch, tokens, heads) in some memory, for as many of each as the caller says. */
+struct box {
+    const uint8_t *data;
+    size_t batch_stride, token_stride, head_stride;
+};
+
+struct extent {
+    size_t batch, tokens, heads, width_bytes;
+};
+
+struct exchange {
+    const struct zpp_heads_job *job;
+    zpp_pool *pool;
+    int me, ranks;
+    bool taken;
+};
+
+static size_t extent_bytes(const struct extent *extent) {
+    return extent->batch * extent->tokens * extent->heads * extent->width_bytes;
+}
+
+static struct box packed(const uint8_t *data, const struct extent *extent) {
+    const size_t token_bytes = extent->heads * extent->width_bytes;
+    return (struct box){data, extent->tokens * token_bytes, token_bytes, extent->width_bytes};
+}
+
+/* --- copies ------------------------------------------------------------------------------------------------------ */
+
+/* dst = the sum of the sources, over the rows (batch, token) of an extent. */
+struct copy {
+    struct extent extent;
+    struct box dst, src[ZPP_RANKS_MAX];
+    int sources;
+    zpp_dtype dtype;
+};
+
+static void put(const struct copy *copy, uint8_t *dst, const uint8_t *const *src, size_t bytes) {
+    if (copy->sources == 1)
+        memcpy(dst, src[0], bytes);
+    else
+        (void)zpp_reduce_sources(dst, copy->dtype, false, (const void *const *)src, copy->sources, copy->dtype,
+                                 bytes / zpp_dtype_bytes(copy->dtype), 1.0);
+}
+
+static bool is_contiguous(const struct copy *copy, bool over_tokens) {
+    const size_t width = copy->extent.width_bytes, token = width * copy->extent.heads;
+    bool joined = copy->dst.head_stride == width && (!over_tokens || copy->dst.token_stride == token);
+    for (int s = 0; s < copy->sources; s++)
+        joined = joined && copy->src[s].head_stride == width && (!over_tokens || copy->src[s].token_stride == token);
+    return joined;
+}
+
+static size_t offset_of(const struct box *box, size_t batch, size_t token, size_t head) {
+    return batch * box->batch_stride + token * box->token_stride + head * box->head_stride;
+}
+
+static void put_at(const struct copy *copy, size_t batch, size_t token, size_t head, size_t bytes) {
+    const uint8_t *src[ZPP_RANKS_MAX];
+    for (int s = 0; s < copy->sources; s++) src[s] = copy->src[s].data + offset_of(&copy->src[s], batch, token, head);
+    put(copy, (uint8_t *)(uintptr_t)copy->dst.data + offset_of(&copy->dst, batch, token, head), src, bytes);
+}
+
+/* Rows [begin, end) of batch * tokens. */
+static void copy_rows(size_t begin, size_t end, void *arg) {
+    const struct copy *copy = arg;
+    const struct extent *extent = &copy->extent;
+    const bool joined_tokens = is_contiguous(copy, true), joined_heads = is_contiguous(copy, false);
+    const size_t token_bytes = extent->heads * extent->width_bytes;
+    for (size_t row = begin; row < end;) {
+        const size_t batch = row / extent->tokens, token = row % extent->tokens;
+        size_t rows = extent->tokens - token < end - row ? extent->tokens - token : end - row;
+        if (!joined_tokens) rows = 1;
+        if (joined_heads)
+            put_at(copy, batch, token, 0, rows * token_bytes);
+        else
+            for (size_t head = 0; head < extent->heads; head++)
+                put_at(copy, batch, token, head, extent->width_bytes);
+        row += rows;
+    }
+}
+
+enum { GRAIN_BYTES = 64 * 1024 };
+
+static void run(zpp_pool *pool, struct copy *copy) {
+    const size_t row_bytes = copy->extent.heads * copy->extent.width_bytes;
+    if (!extent_bytes(&copy->extent)) return;
+    zpp_pool_run(pool, copy->extent.batch * copy->extent.tokens, GRAIN_BYTES / row_bytes + 1, copy_rows, copy);
+}
+
+/* --- what goes where --------------------------------------------------------------------------------------------- */
+
+static size_t span(const struct zpp_heads_tensor *tensor, int rank) { return tensor->end[rank] - tensor->begin[rank]; }
+
+/* What `from` sends to `to` of one tensor. */
+static struct extent extent_of(const struct zpp_heads_job *job, const struct zpp_heads_tensor *tensor, int from,
+                               int to) {
+    return (struct extent){job->batch, job->lengths[job->to_tokens ? to : from],
+                           span(tensor, job->to_tokens ? from : to), tensor->width_bytes};
+}
+
+static size_t message_bytes(const struct zpp_heads_job *job, int from, int to) {
+    size_t bytes = 0;
+    for (int i = 0; i < job->tensors; i++) {
+        const struct extent extent = extent_of(job, &job->tensor[i], from, to);
+        bytes += extent_bytes(&extent);
+    }
+    return bytes;
+}
+
+static size_t first_token(const struct zpp_heads_job *job, int rank) {
+    size_t sum = 0;
+    for (int r = 0; r < rank; r++) sum += job->lengths[r];
+    return sum;
+}
+
+static struct box place_at(const struct zpp_heads_place *place, size_t token, size_t head) {
+    return (struct box){(const uint8_t *)place->data + token * place->token_stride + head * place->head_stride,
+                        place->batch_stride, place->token_stride, place->head_stride};
+}
+
+/* Where this rank holds what it sends to `to`. */
+static struct box outgoing(const struct exchange *exchange, const struct zpp_heads_tensor *tensor, int to) {
+    const struct zpp_heads_job *job = exchange->job;
+    return job->to_tokens ? place_at(&tensor->whole, first_token(job, to), 0)
+                          : place_at(&tensor->cut, 0, tensor->begin[to]);
+}
+
+/* Where tensor `index` of what `from` sent lies: in `piece`, or, of this rank itself, in its source. */
+static struct box incoming(const struct exchange *exchange, int index, int from, const uint8_t *piece) {
+    const struct zpp_heads_job *job = exchange->job;
+    if (from == exchange->me) return outgoing(exchange, &job->tensor[index], from);
+    for (int i = 0; piece && i < index; i++) { /* NULL: nothing comes from there */
+        const struct extent before = extent_of(job, &job->tensor[i], from, exchange->me);
+        piece += extent_bytes(&before);
+    }
+    const struct extent extent = extent_of(job, &job->tensor[index], from, exchange->me);
+    return packed(piece, &extent);
+}
+
+static void pack(const struct exchange *exchange, uint8_t *block) {
+    const struct zpp_heads_job *job = exchange->job;
+    for (int to = 0; to < exchange->ranks; to++) {
+        for (int i = 0; to != exchange->me && i < job->tensors; i++) {
+            const struct extent extent = extent_of(job, &job->tensor[i], exchange->me, to);
+            struct copy copy = {.extent = extent, .dst = packed(block, &extent), .sources = 1, .dtype = job->dtype};
+            copy.src[0] = outgoing(exchange, &job->tensor[i], to);
+            run(exchange->pool, &copy);
+            block += extent_bytes(&extent);
+        }
+    }
+}
+
+/* --- reading ----------------------------------------------------------------------------------------------------- */
+
+static void read_to_heads(const struct exchange *exchange, const void *const *pieces, int index) {
+    const struct zpp_heads_job *job = exchange->job;
+    const struct zpp_heads_tensor *tensor = &job->tensor[index];
+    for (int k = 0; k < exchange->ranks; k++) {
+        const int from = (exchange->me + k) % exchange->ranks;
+        struct copy copy = {.extent = extent_of(job, tensor, from, exchange->me), .sources = 1, .dtype = job->dtype};
+        copy.dst = place_at(&tensor->whole, first_token(job, from), 0);
+        copy.src[0] = incoming(exchange, index, from, pieces[from]);
+        run(exchange->pool, &copy);
+    }
+}
+
+/* Collect the ranks that have `head` in `copy`; return the first head from which on others have it. */
+static size_t collect(const struct exchange *exchange, const void *const *pieces, int index, size_t head,
+                      struct copy *copy) {
+    const struct zpp_heads_tensor *tensor = &exchange->job->tensor[index];
+    size_t until = tensor->heads;
+    copy->sources = 0;
+    for (int from = 0; from < exchange->ranks; from++) {
+        const size_t begin = tensor->begin[from], end = tensor->end[from];
+        if (begin > head && begin < until) until = begin;
+        if (begin > head || end <= head) continue;
+        if (end < until) until = end;
+        struct box box = incoming(exchange, index, from, pieces[from]);
+        box.data += (head - begin) * box.head_stride;
+        copy->src[copy->sources++] = box;
+    }
+    return until;
+}
+
+static void read_to_tokens(const struct exchange *exchange, const void *const *pieces, int index) {
+    const struct zpp_heads_job *job = exchange->job;
+    const struct zpp_heads_tensor *tensor = &job->tensor[index];
+    for (size_t head = 0, until; head < tensor->heads; head = until) {
+        struct copy copy = {.dtype = job->dtype};
+        until = collect(exchange, pieces, index, head, &copy);
+        copy.extent =
+            (struct extent){job->batch, job->lengths[exchange->me], until - head, tensor->width_bytes};
+        copy.dst = place_at(&tensor->cut, 0, head);
+        run(exchange->pool, &copy);
+    }
+}
+
+static void take(void *ctx, const void *const *pieces) {
+    struct exchange *exchange = ctx;
+    for (int i = 0; i < exchange->job->tensors; i++) {
+        if (exchange->job->to_tokens)
+            read_to_tokens(exchange, pieces, i);
+        else
+            read_to_heads(exchange, pieces, i);
+    }
+    exchange->taken = true;
+}
+
+/* --- the call ---------------------------------------------------------------------------------------------------- */
+
+static zpp_status check_tensor(const struct zpp_comm *comm, const struct zpp_heads_job *job, int index,
+                               struct zpp_err *err) {
+    const struct zpp_heads_tensor *tensor = &job->tensor[index];
+    size_t covered = 0;
+    if (tensor->width_bytes == 0 || tensor->width_bytes % zpp_dtype_bytes(job->dtype))
+        return zpp_fail(err, ZPP_INVALID, "comm: heads of %zu bytes, wanted whole elements of %s", tensor->width_bytes,
+                        zpp_dtype_name(job->dtype));
+    for (int r = 0; r < comm->ranks; r++) {
+        if (tensor->begin[r] > tensor->end[r] || tensor->end[r] > tensor->heads || tensor->begin[r] > covered ||
+            tensor->end[r] < covered)
+            return zpp_fail(err, ZPP_INVALID,
+                            "comm: rank %d computes heads %zu to %zu of %zu; wanted every head with some rank, in "
+                            "the order of the ranks",
+                            r, tensor->begin[r], tensor->end[r], tensor->heads);
+        covered = tensor->end[r];
+    }
+    if (covered == tensor->heads) return ZPP_OK;
+    return zpp_fail(err, ZPP_INVALID, "comm: no rank computes head %zu of %zu", covered, tensor->heads);
+}
+
+static zpp_status check_job(const struct zpp_comm *comm, const struct zpp_heads_job *job, struct zpp_err *err) {
+    if (job->dtype != ZPP_F32 && job->dtype != ZPP_BF16 && job->dtype != ZPP_F16 && job->dtype != ZPP_F64)
+        return zpp_fail(err, ZPP_INVALID, "comm: heads of dtype %d, wanted a floating point one", (int)job->dtype);
+    if (job->tensors < 1 || job->tensors > ZPP_HEADS_TENSORS)
+        return zpp_fail(err, ZPP_INVALID, "comm: an exchange of %d tensors, wanted 1 to %d", job->tensors,
+                        (int)ZPP_HEADS_TENSORS);
+    zpp_status status = ZPP_OK;
+    for (int i = 0; status == ZPP_OK && i < job->tensors; i++) status = check_tensor(comm, job, i, err);
+    return status;
+}
+
+/* Send what `sent` holds, packed, and have it read; `came` is for what cannot be read where the peer has it. */
+static zpp_status send_packed(zpp_comm *comm, struct exchange *exchange, uint8_t *sent, uint8_t *came,
+                              const struct zpp_wait *wait, struct zpp_err *err) {
+    void *dsts[ZPP_RANKS_MAX];
+    const void *srcs[ZPP_RANKS_MAX];
+    size_t dst_bytes[ZPP_RANKS_MAX] = {0}, src_bytes[ZPP_RANKS_MAX] = {0};
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r != comm->rank) {
+            src_bytes[r] = message_bytes(exchange->job, comm->rank, r);
+            dst_bytes[r] = message_bytes(exchange->job, r, comm->rank);
+        }
+        srcs[r] = sent;
+        dsts[r] = came;
+        sent += src_bytes[r];
+        came += dst_bytes[r];
+    }
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL,
+                                  .dtype = exchange->job->dtype,
+                                  .dsts = dsts,
+                                  .srcs = srcs,
+                                  .dst_bytes = dst_bytes,
+                                  .src_bytes = src_bytes,
+                                  .take = take,
+                                  .take_ctx = exchange};
+    const zpp_status status = zpp_comm_call(comm, &call, wait, err);
+    if (status == ZPP_OK && !exchange->taken) take(exchange, (const void *const *)dsts);
+    return status;
+}
+
+zpp_status zpp_heads_exchange(zpp_comm *comm, const struct zpp_heads_job *job, zpp_pool *pool,
+                              const struct zpp_wait *wait, struct zpp_err *err) {
+    struct exchange exchange = {job, pool, comm->rank, comm->ranks, false};
+    size_t sent_bytes = 0, came_bytes = 0;
+    zpp_block *block = NULL;
+    zpp_status status = zpp_comm_check(comm, err);
+    if (status == ZPP_OK) status = check_job(comm, job, err);
+    if (status != ZPP_OK) return status;
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r == comm->rank) continue;
+        sent_bytes += message_bytes(job, comm->rank, r);
+        came_bytes += message_bytes(job, r, comm->rank);
+    }
+    status = zpp_comm_alloc(comm, sent_bytes, &block, err);
+    if (status != ZPP_OK) return status;
+    uint8_t *came = malloc(came_bytes + 1); /* untouched, so not resident, where the peers' blocks are read in place */
+    if (!came) {
+        status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for %zu bytes of heads", came_bytes);
+    } else {
+        pack(&exchange, zpp_block_data(block));
+        status = send_packed(comm, &exchange, zpp_block_data(block), came, wait, err);
+    }
+    free(came);
+    zpp_block_free(block);
+    return status;
+}

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of heads for tokens of DeepSpeed-Ulysses (arXiv 2309.14509): csrc/comm/heads.h says what moves.
+
+Each rank of a group has part of a sequence, with all heads; attention wants the whole sequence, and can do with some of the heads.
+:func:`to_heads` gives a rank the whole sequence for its heads, :func:`to_tokens` gives it all heads of its tokens back. Both are
+differentiable: each is the gradient of the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zeropp.comm.group import communicator, dtype_code
+from zeropp.errors import ConfigError
+
+Spans = tuple[tuple[int, int], ...]
+"""By rank: the first head that it computes, and the first one after it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a sequence lies over the ranks of a group: ``lengths[r]`` tokens on rank r."""
+
+    group: Any
+    lengths: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()  # type: ignore[no-any-return]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def slice_of(self, rank: int) -> slice:
+        first = sum(self.lengths[:rank])
+        return slice(first, first + self.lengths[rank])
+
+
+def query_spans(heads: int, ranks: int) -> Spans:
+    """Share the heads of the queries: as evenly as they go."""
+    cuts = [heads * rank // ranks for rank in range(ranks + 1)]
+    return tuple(itertools.pairwise(cuts))
+
+
+def key_spans(spans: Spans, groups: int) -> Spans:
+    """Return the heads of keys and values that the queries of `spans` look at, ``groups`` queries to each. A head may be several
+    ranks'."""
+    return tuple((first // groups, -(-end // groups)) for first, end in spans)
+
+
+def to_heads(cut: Cut, tensors: Sequence[Tensor], spans: Sequence[Spans]) -> tuple[Tensor, ...]:
+    """Return each tensor's own heads of all tokens.
+
+    Args:
+        cut: the group, and how many tokens each rank has.
+        tensors: (batch, heads, own tokens, width) each, of one floating dtype, in one exchange; widths and heads may differ.
+        spans: of each tensor.
+
+    Returns:
+        (batch, own heads, all tokens, width) each, laid out as (batch, tokens, heads, width).
+    """
+    return _ToHeads.apply(cut, tuple(spans), *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def to_tokens(cut: Cut, tensor: Tensor, spans: Spans) -> Tensor:
+    """Return all heads of this rank's tokens, (batch, heads, own tokens, width), laid out as (batch, tokens, heads, width), of the own
+    heads of all tokens."""
+    return _ToTokens.apply(cut, spans, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cut: Cut, spans: tuple[Spans, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.cut, ctx.spans, ctx.heads = cut, spans, [one.shape[1] for one in tensors]
+        return _exchange(cut, spans, tensors, None)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_exchange(ctx.cut, ctx.spans, grads, ctx.heads)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cut: Cut, spans: Spans, tensor: Tensor) -> Tensor:
+        ctx.cut, ctx.spans = cut, spans
+        return _exchange(cut, (spans,), (tensor,), [spans[-1][1]])[0]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, _exchange(ctx.cut, (ctx.spans,), (grad,), None)[0]
+
+
+def _exchange(
+    cut: Cut, spans: tuple[Spans, ...], tensors: Sequence[Tensor], heads: list[int] | None
+) -> tuple[Tensor, ...]:
+    """Exchange to tokens, where each tensor has so many heads in all, or to heads, where ``heads`` is None."""
+    check(cut, tensors, cut.tokens if heads else cut.lengths[cut.rank])
+    tensors = [one if one.stride(-1) == 1 else one.contiguous() for one in tensors]
+    results = []
+    for at, one in enumerate(tensors):
+        first, end = spans[at][cut.rank]
+        shape = (one.shape[0], cut.lengths[cut.rank], heads[at]) if heads else (one.shape[0], cut.tokens, end - first)
+        results.append(one.new_empty(*shape, one.shape[3]).transpose(1, 2))
+    if tensors[0].is_cpu:
+        _exchange_here(cut, spans, tensors, results, heads)
+    else:
+        _exchange_anywhere(cut, spans, tensors, results, heads)
+    return tuple(results)
+
+
+def check(cut: Cut, tensors: Sequence[Tensor], tokens: int) -> None:
+    """Raise zeropp.ConfigError for tensors that are not this rank's part of the sequence."""
+    one = tensors[0]
+    for tensor in tensors:
+        if tensor.dim() != 4 or tensor.shape[2] != tokens or tensor.shape[0] != one.shape[0]:
+            raise ConfigError(
+                f"ulysses: a tensor of shape {tuple(tensor.shape)} on rank {cut.rank} of a sequence of {list(cut.lengths)} tokens a rank; "
+                f"wanted (batch, heads, {tokens}, width), one batch; a rank's part of a sequence keeps its length from the model's input on"
+            )
+        if tensor.dtype != one.dtype or not tensor.is_floating_point():
+            raise ConfigError(f"ulysses: q, k and v of {one.dtype} and {tensor.dtype}; wanted one floating-point dtype")
+
+
+def _exchange_here(
+    cut: Cut, spans: tuple[Spans, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], heads: list[int] | None
+) -> None:
+    """Through the arena, in C. The words of the call: to tokens, dtype, batch, tensors; lengths; and of each tensor the address and
+    the strides of batch, head and token, in bytes, of its cut and of its whole form, its heads, the bytes of its width, and where
+    each rank's heads begin and end."""
+    words = [int(heads is not None), dtype_code(tensors[0].dtype), tensors[0].shape[0], len(tensors), *cut.lengths]
+    for at, (source, result) in enumerate(zip(tensors, results, strict=True)):
+        mine, whole = (result, source) if heads else (source, result)
+        words += _place(mine) + _place(whole)
+        words += [mine.shape[1], source.shape[3] * source.element_size()]
+        words += [first for first, _ in spans[at]] + [end for _, end in spans[at]]
+    communicator(cut.group).heads(struct.pack(f"{len(words)}q", *words))
+
+
+def _place(tensor: Tensor) -> list[int]:
+    size = tensor.element_size()
+    batch, head, token, _ = tensor.stride()
+    return [tensor.data_ptr(), batch * size, head * size, token * size]
+
+
+def _exchange_anywhere(
+    cut: Cut, spans: tuple[Spans, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], heads: list[int] | None
+) -> None:
+    """The same on an accelerator, packed by torch, through the group's own all-to-all."""
+    ranks = len(cut.lengths)
+    sent = [[_part(cut, spans[at], one, r, heads) for at, one in enumerate(tensors)] for r in range(ranks)]
+    shapes = [[_shape(cut, spans[at], one, r, heads) for at, one in enumerate(tensors)] for r in range(ranks)]
+    packed = torch.cat([part.reshape(-1) for parts in sent for part in parts])
+    sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
+    came = packed.new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(
+        came, packed, [sum(one) for one in sizes], [sum(p.numel() for p in parts) for parts in sent], group=cut.group
+    )
+    pieces = iter(came.split([size for of_rank in sizes for size in of_rank]))
+    sums = [
+        torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) if heads else one for one in results
+    ]
+    for r in range(ranks):
+        for at, result in enumerate(sums):
+            piece = next(pieces).view(shapes[r][at])
+            if heads:
+                first, end = spans[at][r]
+                result[:, first:end] += piece
+            else:
+                result[:, :, cut.slice_of(r)] = piece
+    for result, total in zip(results, sums, strict=True):
+        if heads:
+            result.copy_(total)
+
+
+def _part(cut: Cut, spans: Spans, tensor: Tensor, to: int, heads: list[int] | None) -> Tensor:
+    return tensor[:, :, cut.slice_of(to)] if heads else tensor[:, slice(*spans[to])]
+
+
+def _shape(cut: Cut, spans: Spans, tensor: Tensor, source: int, heads: list[int] | None) -> torch.Size:
+    first, end = spans[source if heads else cut.rank]
+    return torch.Size((tensor.shape[0], end - first, cut.lengths[cut.rank if heads else source], tensor.shape[3]))
