@@ -475,7 +475,7 @@ int zpp_py_add_comm(PyObject *module) {
     zpp_py_comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
     if (!zpp_py_comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)zpp_py_comm_type) != 0) return -1;
     if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0 ||
-        zpp_py_add_nccl(module) != 0)
+        zpp_py_add_nccl(module) != 0 || zpp_py_add_rows(module) != 0)
         return -1;
     return add_constants(module);
 }

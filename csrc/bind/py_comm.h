@@ -7,6 +7,7 @@
  *   Transfer py_comm_work.c    one send or receive
  *   Region   py_comm_memory.c  shared memory of all ranks
  *   Block    py_comm_memory.c  a block of this rank's arena
+ *   Rows     py_rows.c         the exchange of rows of a mixture of experts
  *
  * Calls whose arguments are more than a tensor are read in py_comm_calls.c.
  *
@@ -90,5 +91,6 @@ PyObject *zpp_py_heads(PyObject *comm, PyObject *words);
 int zpp_py_add_nccl(PyObject *module); /* py_nccl.c */
 int zpp_py_add_comm_work(PyObject *module);
 int zpp_py_add_comm_memory(PyObject *module);
+int zpp_py_add_rows(PyObject *module); /* py_rows.c */
 
 #endif

@@ -94,6 +94,7 @@ _MODULES = (
     "errors",
     "hf",
     "lightning",
+    "moe",
     "nn",
     "ops",
     "optim",

@@ -193,7 +193,7 @@ def _tensor_of(block: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _empty(comm: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def arena_tensor(comm: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     elems = math.prod(shape)
     if elems == 0:
         return torch.empty(shape, dtype=dtype)
@@ -208,7 +208,7 @@ def empty(
     Local; the memory goes back when the tensor dies, which may be after the end of the group.
     """
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-    return _empty(communicator(group), tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+    return arena_tensor(communicator(group), tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
 
 
 class Communicator:
@@ -229,7 +229,7 @@ class Communicator:
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """See :func:`zeropp.comm.empty`."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-        return _empty(self.core, tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+        return arena_tensor(self.core, tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Combine over all ranks, in place. `op`: sum, avg, product, min, max, band, bor, bxor."""

@@ -1,0 +1,229 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The type Rows: the exchange of rows of a mixture of experts (csrc/comm/rows.h). Tensors come by address; the arrays
+ * of a plan are tensors of the caller. python/zeropp/moe/exchange.py checks shapes and dtypes.
+ */
+#include <Python.h>
+
+#include "../comm/rows.h"
+#include "op_entries.h"
+#include "py_comm.h"
+#include "raise.h"
+
+typedef struct Rows {
+    PyObject_HEAD zpp_rows *rows;
+    PyObject *comm; /* owned; NULL: one rank, without a group */
+} Rows;
+
+static PyTypeObject *rows_type;
+
+static void *at(unsigned long long address) { return (void *)(uintptr_t)address; }
+
+/* Whether there are weights is the same on all ranks, also on one without tokens, whose array has no address. */
+static const float *weights_at(unsigned long long address, int weighted) {
+    static const float none[1];
+    if (!weighted) return NULL;
+    return address ? at(address) : none;
+}
+
+/* --- around a call ------------------------------------------------------------------------------------------------ */
+
+struct turn {
+    struct zpp_err err;
+    struct zpp_wait wait;
+    PyThreadState *state;
+    zpp_pool *pool;
+};
+
+/* False with an error set: the group is closed. */
+static bool turn_begin(Rows *self, struct turn *turn) {
+    zpp_comm *comm = self->comm ? zpp_py_comm_acquire(self->comm) : NULL;
+    if (self->comm && !comm) return false;
+    turn->err = (struct zpp_err)ZPP_ERR_INIT;
+    zpp_py_wait_init(&turn->wait, comm ? zpp_comm_timeout_ns(comm) : 0);
+    turn->state = PyEval_SaveThread();
+    turn->pool = zpp_op_pool_take();
+    return true;
+}
+
+static void turn_end(Rows *self, struct turn *turn) {
+    zpp_op_pool_give(turn->pool);
+    PyEval_RestoreThread(turn->state);
+    if (self->comm) zpp_py_comm_release(self->comm);
+}
+
+/* --- calls -------------------------------------------------------------------------------------------------------- */
+
+static PyObject *add_layer(PyObject *object, PyObject *args) {
+    const char *name;
+    uint32_t layer = 0;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!PyArg_ParseTuple(args, "s:add_layer", &name)) return NULL;
+    if (zpp_rows_add_layer(((Rows *)object)->rows, name, &layer, &err) != ZPP_OK) return zpp_py_raise(&err);
+    return PyLong_FromUnsignedLong(layer);
+}
+
+static PyObject *dispatch_begin(PyObject *object, PyObject *args) {
+    Rows *self = (Rows *)object;
+    unsigned long long x, chosen;
+    Py_ssize_t tokens, width, k, experts;
+    struct zpp_rows_dispatch dispatch;
+    int dtype;
+    struct turn turn;
+    size_t rows_here = 0;
+    if (!PyArg_ParseTuple(args, "IKKnnnni:dispatch_begin", &dispatch.layer, &x, &chosen, &tokens, &width, &k, &experts,
+                          &dtype))
+        return NULL;
+    dispatch.tokens = (size_t)tokens;
+    dispatch.width_elems = (size_t)width;
+    dispatch.k = (size_t)k;
+    dispatch.experts = (size_t)experts;
+    dispatch.dtype = (zpp_dtype)dtype;
+    dispatch.x = at(x);
+    dispatch.chosen = at(chosen);
+    if (!turn_begin(self, &turn)) return NULL;
+    const zpp_status status =
+        zpp_rows_dispatch_begin(self->rows, &dispatch, turn.pool, &turn.wait, &rows_here, &turn.err);
+    turn_end(self, &turn);
+    return status == ZPP_OK ? PyLong_FromSize_t(rows_here) : zpp_py_raise(&turn.err);
+}
+
+static PyObject *dispatch_end(PyObject *object, PyObject *args) {
+    Rows *self = (Rows *)object;
+    unsigned long long numbers, ends, taken, slots, buffer;
+    struct turn turn;
+    if (!PyArg_ParseTuple(args, "KKKKK:dispatch_end", &numbers, &ends, &taken, &slots, &buffer)) return NULL;
+    const struct zpp_rows_plan plan = {at(numbers), at(ends), at(taken), at(slots)};
+    if (!turn_begin(self, &turn)) return NULL;
+    const zpp_status status = zpp_rows_dispatch_end(self->rows, &plan, at(buffer), turn.pool, &turn.err);
+    turn_end(self, &turn);
+    return zpp_py_result(status, &turn.err);
+}
+
+static PyObject *combine(PyObject *object, PyObject *args) {
+    Rows *self = (Rows *)object;
+    unsigned long long numbers, taken, slots, made, weights, y;
+    int weighted;
+    struct turn turn;
+    if (!PyArg_ParseTuple(args, "KKKKKpK:combine", &numbers, &taken, &slots, &made, &weights, &weighted, &y))
+        return NULL;
+    const struct zpp_rows_plan plan = {at(numbers), NULL, at(taken), at(slots)};
+    if (!turn_begin(self, &turn)) return NULL;
+    const zpp_status status = zpp_rows_combine(self->rows, &plan, at(made), weights_at(weights, weighted), at(y),
+                                               turn.pool, &turn.wait, &turn.err);
+    turn_end(self, &turn);
+    return zpp_py_result(status, &turn.err);
+}
+
+static PyObject *combine_backward(PyObject *object, PyObject *args) {
+    Rows *self = (Rows *)object;
+    unsigned long long numbers, taken, slots, grad_y, weights, made, grad_made, grad_weights;
+    int weighted, of_weights;
+    struct turn turn;
+    if (!PyArg_ParseTuple(args, "KKKKKppKKK:combine_backward", &numbers, &taken, &slots, &grad_y, &weights, &weighted,
+                          &of_weights, &made, &grad_made, &grad_weights))
+        return NULL;
+    const struct zpp_rows_plan plan = {at(numbers), NULL, at(taken), at(slots)};
+    const struct zpp_rows_grads grads = {.grad_y = at(grad_y),
+                                         .weights = weights_at(weights, weighted),
+                                         .of_weights = of_weights != 0,
+                                         .made = at(made),
+                                         .grad_made = at(grad_made),
+                                         .grad_weights = at(grad_weights)};
+    if (!turn_begin(self, &turn)) return NULL;
+    const zpp_status status = zpp_rows_combine_backward(self->rows, &plan, &grads, turn.pool, &turn.wait, &turn.err);
+    turn_end(self, &turn);
+    return zpp_py_result(status, &turn.err);
+}
+
+static PyObject *dispatch_backward(PyObject *object, PyObject *args) {
+    Rows *self = (Rows *)object;
+    unsigned long long numbers, taken, slots, grad_buffer, grad_x;
+    struct turn turn;
+    if (!PyArg_ParseTuple(args, "KKKKK:dispatch_backward", &numbers, &taken, &slots, &grad_buffer, &grad_x))
+        return NULL;
+    const struct zpp_rows_plan plan = {at(numbers), NULL, at(taken), at(slots)};
+    if (!turn_begin(self, &turn)) return NULL;
+    const zpp_status status =
+        zpp_rows_dispatch_backward(self->rows, &plan, at(grad_buffer), at(grad_x), turn.pool, &turn.wait, &turn.err);
+    turn_end(self, &turn);
+    return zpp_py_result(status, &turn.err);
+}
+
+/* --- the type ----------------------------------------------------------------------------------------------------- */
+
+static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *group;
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_comm *comm = NULL;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O:Rows", &group)) return NULL;
+    if (group != Py_None && !(comm = zpp_py_comm_acquire(group))) return NULL;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Rows *self = (Rows *)alloc(type, 0);
+    zpp_status status = ZPP_OK;
+    if (self) {
+        PyThreadState *state = PyEval_SaveThread();
+        status = zpp_rows_create(comm, &self->rows, &err);
+        PyEval_RestoreThread(state);
+        if (comm) self->comm = Py_NewRef(group);
+    }
+    if (comm) zpp_py_comm_release(group);
+    if (status == ZPP_OK) return (PyObject *)self;
+    Py_CLEAR(self);
+    return zpp_py_raise(&err);
+}
+
+static void rows_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    zpp_rows_destroy(((Rows *)object)->rows);
+    Py_XDECREF(((Rows *)object)->comm);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *get_ranks(PyObject *object, void *closure) {
+    (void)closure;
+    return PyLong_FromLong(zpp_rows_ranks(((Rows *)object)->rows));
+}
+
+static PyMethodDef rows_methods[] = {
+    {"add_layer", add_layer, METH_VARARGS,
+     "add_layer(name, /)\n--\n\nThe number of a new layer; all ranks add the same ones."},
+    {"dispatch_begin", dispatch_begin, METH_VARARGS,
+     "dispatch_begin(layer, x, chosen, tokens, width, k, experts, dtype, /)\n--\n\nPublish and wait; rows of this "
+     "rank."},
+    {"dispatch_end", dispatch_end, METH_VARARGS,
+     "dispatch_end(numbers, ends, taken, slots, buffer, /)\n--\n\nFill the plan, and gather the rows."},
+    {"combine", combine, METH_VARARGS,
+     "combine(numbers, taken, slots, made, weights, weighted, y, /)\n--\n\nThe weighted sum at the tokens' owners."},
+    {"combine_backward", combine_backward, METH_VARARGS,
+     "combine_backward(numbers, taken, slots, grad_y, weights, weighted, of_weights, made, grad_made, grad_weights, "
+     "/)\n--\n\nGradients by the rows and by the weights."},
+    {"dispatch_backward", dispatch_backward, METH_VARARGS,
+     "dispatch_backward(numbers, taken, slots, grad_buffer, grad_x, /)\n--\n\nThe gradient by the tokens."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef rows_getset[] = {
+    {"ranks", get_ranks, NULL, "How many ranks exchange rows.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot rows_slots[] = {
+    {Py_tp_doc, "Rows(comm, /)\n--\n\nAn exchange of rows between the ranks of a group, or of one rank (None)."},
+    {Py_tp_new, rows_new},
+    {Py_tp_methods, rows_methods},
+    {Py_tp_getset, rows_getset},
+    {Py_tp_dealloc, rows_dealloc},
+    {0, NULL},
+};
+static PyType_Spec rows_spec = {"zeropp._C.Rows", sizeof(Rows), 0, Py_TPFLAGS_DEFAULT, rows_slots};
+
+static int add_numbers(PyObject *module) {
+    return PyModule_AddIntConstant(module, "ROWS_NUMBERS", (long)zpp_rows_numbers(0));
+}
+
+int zpp_py_add_rows(PyObject *module) {
+    rows_type = (PyTypeObject *)PyType_FromSpec(&rows_spec);
+    if (!rows_type || PyModule_AddObjectRef(module, "Rows", (PyObject *)rows_type) != 0) return -1;
+    return add_numbers(module);
+}

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of a mixture of experts: tokens to the ranks of their experts, and what these make back to the tokens.
+
+Ranks of one host send nothing. They publish tokens, choices and results in shared memory, and read each other's rows
+where they lie (csrc/comm/rows.h): DeepSpeed-MoE (Rajbhandari et al. 2022) without its all-to-alls. Both directions are
+operators of torch (``torch.ops.zeropp.moe_rows_*``), so selective checkpointing can keep what they return.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp import _C
+from zeropp.comm.group import arena_tensor, communicator, dtype_code
+from zeropp.errors import NotBuiltError
+from zeropp.ops import checks
+
+__all__ = ["Exchange", "RowPlan", "combine", "dispatch"]
+
+_EMPTY = (0, 0)
+_numbers = itertools.count(1)
+_exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
+
+
+class Exchange:
+    """The ranks that hold different experts, and the memory in which they publish rows.
+
+    Args:
+        group: a torch.distributed group, or its ``_C.Comm``, whose rank r of R has the experts r E / R to
+            (r + 1) E / R - 1. None: this rank has all experts, and nothing is exchanged.
+
+    Making one is collective over the group. All ranks then run the same layers in the same order; where they do not,
+    every rank gets an error that names both sides.
+
+    Raises:
+        zeropp.NotBuiltError: the group's ranks are on several hosts.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.comm: Any = communicator(group) if isinstance(group, dist.ProcessGroup) else group
+        self.core: Any = _C.Rows(self.comm)
+        self.ranks: int = self.core.ranks
+        self.rank: int = 0 if self.comm is None else self.comm.rank
+        self.number = next(_numbers)
+        _exchanges[self.number] = self
+
+    def layer(self, name: str) -> int:
+        """Return the number of a new layer. All ranks add the same layers in the same order; messages have the name."""
+        return int(self.core.add_layer(name))
+
+    def empty(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return memory (rows, width) for what experts make, which the peers of :func:`combine` read without a copy."""
+        if self.ranks == 1:
+            return torch.empty(rows, width, dtype=dtype)
+        return arena_tensor(self.comm, (rows, width), dtype)
+
+
+class RowPlan(NamedTuple):
+    """Places of the rows of one dispatch; :func:`combine` needs it, and ``ends`` is for the experts."""
+
+    ends: Tensor
+    """(E / R,) int32: the row after the last one of each of this rank's experts (``offs`` of torch's grouped_mm)."""
+    slots: Tensor
+    """(T, k) int64: where the row of each assignment lies, rank times 2^32 + row; -1: dropped."""
+    taken: Tensor
+    """(N, 2) int32: the assignment of its owner that each row came from, and the row; by owner."""
+    numbers: Tensor
+    """int64: layer, call and format, and how many tokens and rows each rank has (csrc/comm/rows.h)."""
+    anchor: Tensor
+    """(0,): ties the backward of the dispatch to the combine, also where no row came to this rank."""
+    exchange: Exchange
+
+
+def _local() -> Exchange:
+    """Return the exchange of this rank with itself."""
+    if not _local_one:
+        _local_one.append(Exchange())
+        _local_one[0].layer("of one rank")
+    return _local_one[0]
+
+
+_local_one: list[Exchange] = []
+
+
+def dispatch(
+    hidden: Tensor, chosen: Tensor, experts: int, *, exchange: Exchange | None = None, layer: int = 0
+) -> tuple[Tensor, RowPlan]:
+    """Return the rows of this rank's experts out of the tokens of all ranks, grouped by expert. Differentiable.
+
+    Reads (k + 1) / R rows a token from the peers' memory and writes k / R, and publishes one copy of its own tokens.
+    Collective over the exchange's ranks, which may have different numbers of tokens, also none.
+
+    Args:
+        hidden: (T, W) tokens; fp32, bf16 or fp16; T may differ between ranks, W and dtype may not.
+        chosen: (T, k) int32 or int64: the experts of each token, numbered over all ranks; -1: dropped. 1 <= k <= 64.
+        experts: E, of all ranks together: a multiple of the ranks, at most 1024.
+        exchange: the ranks that share the experts. None: this rank has all of them.
+        layer: the number that ``exchange.layer(name)`` gave.
+
+    Returns:
+        ``(rows, plan)``: rows (N, W) of hidden's dtype: expert after expert up to ``plan.ends``, within an expert rank
+        after rank, within a rank in order of tokens.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, or an expert out of range.
+        zeropp.CommError: a peer died, or is at another layer or call, or has another k, width or dtype.
+        zeropp.NotBuiltError: a tensor on a device.
+    """
+    name = "zeropp.moe.dispatch"
+    _check_rows(name, "hidden", hidden)
+    if not isinstance(chosen, Tensor):
+        raise TypeError(f"{name}: chosen is a {type(chosen).__name__}, wanted a tensor")
+    if chosen.dim() != 2 or chosen.shape[0] != hidden.shape[0] or chosen.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name}: chosen is {chosen.dtype} {tuple(chosen.shape)}, wanted int32 or int64 ({hidden.shape[0]}, k): "
+            "the experts of each token"
+        )
+    checks.check_whole(name, "experts", experts)
+    one = _local() if exchange is None else exchange
+    choices = chosen.to(torch.int32).contiguous()
+    rows, *parts = torch.ops.zeropp.moe_rows_dispatch.default(hidden.contiguous(), choices, experts, one.number, layer)
+    return rows, RowPlan._make([*parts, one])
+
+
+def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted sum of what the experts made of each token, at the rank that has the token. Differentiable.
+
+    The weight is applied here, after the experts, so that an expert may be any module. Sums are taken in fp32 in order
+    of the choices and rounded once: the same bits on every run, and for every number of ranks. Rows in memory of
+    ``exchange.empty`` are read in place; others are copied there first.
+
+    Args:
+        rows: (N, W): what the experts made of the rows of :func:`dispatch`, in their order.
+        plan: what :func:`dispatch` returned.
+        weights: (T, k), of floating dtype, taken as fp32. None, on all ranks: a plain sum.
+
+    Returns:
+        (T, W) of the dtype of ``rows``; zero for a token whose choices were all dropped.
+
+    Raises:
+        TypeError, ValueError: a wrong argument.
+        zeropp.CommError: as :func:`dispatch`.
+    """
+    name = "zeropp.moe.combine"
+    _check_rows(name, "rows", rows)
+    if not isinstance(plan, RowPlan):
+        raise TypeError(f"{name}: plan is a {type(plan).__name__}, wanted what zeropp.moe.dispatch returns")
+    if rows.shape[0] != plan.taken.shape[0]:
+        raise ValueError(f"{name}: {rows.shape[0]} rows, wanted {plan.taken.shape[0]} as the dispatch returned")
+    weighted = weights is not None
+    if weights is None:
+        weights = rows.new_empty(0, dtype=torch.float32)
+    elif weights.shape != plan.slots.shape:
+        raise ValueError(f"{name}: weights has shape {tuple(weights.shape)}, wanted {tuple(plan.slots.shape)}")
+    op = torch.ops.zeropp.moe_rows_combine.default
+    numbers = (plan.anchor, plan.taken, plan.slots, plan.numbers, weighted, plan.exchange.number)
+    result = op(rows.contiguous(), weights.float().contiguous(), *numbers)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _check_rows(name: str, label: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
+    if tensor.device.type != "cpu":
+        raise NotBuiltError(
+            f"{name}: {label} is on {tensor.device}; rows are exchanged in host memory only, so move the layer to the "
+            "cpu, or use zeropp.ops.moe_dispatch on one GPU"
+        )
+    if tensor.dim() != 2 or tensor.shape[1] == 0 or tensor.dtype not in checks.FLOATS:
+        raise ValueError(
+            f"{name}: {label} is {tensor.dtype} {tuple(tensor.shape)}, wanted rows (N, W) of float32, bfloat16 or float16"
+        )
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+def _run_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer: int) -> tuple[Tensor, ...]:
+    one = _exchanges[exchange]
+    tokens, width = x.shape
+    k = chosen.shape[1]
+    n = one.core.dispatch_begin(layer, x.data_ptr(), chosen.data_ptr(), tokens, width, k, experts, dtype_code(x.dtype))
+    rows = one.empty(n, width, x.dtype)
+    ends = torch.empty(experts // one.ranks, dtype=torch.int32)
+    taken = torch.empty(n, 2, dtype=torch.int32)
+    slots = torch.empty(tokens, k, dtype=torch.int64)
+    numbers = torch.empty(_C.ROWS_NUMBERS + 3 * one.ranks, dtype=torch.int64)
+    parts = (numbers, ends, taken, slots, rows)
+    one.core.dispatch_end(*(part.data_ptr() for part in parts))
+    return rows, ends, slots, taken, numbers, x.new_empty(0)
+
+
+def _run_combine(
+    rows: Tensor, weights: Tensor, anchor: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, weighted: bool,
+    exchange: int,
+) -> Tensor:  # fmt: skip
+    y = rows.new_empty(slots.shape[0], rows.shape[1])
+    addresses = (part.data_ptr() for part in (numbers, taken, slots, rows, weights))
+    _exchanges[exchange].core.combine(*addresses, weighted, y.data_ptr())
+    return y
+
+
+def _run_combine_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, weighted: bool,
+    of_weights: bool, exchange: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_rows = grad.new_empty(taken.shape[0], grad.shape[1])
+    grad_weights = weights.new_empty(slots.shape if of_weights else _EMPTY)
+    addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, weights))
+    outputs = (part.data_ptr() for part in (rows, grad_rows, grad_weights))
+    _exchanges[exchange].core.combine_backward(*addresses, weighted, of_weights, *outputs)
+    return grad_rows, grad_weights
+
+
+def _run_dispatch_backward(grad: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, exchange: int) -> Tensor:
+    grad_x = grad.new_empty(slots.shape[0], grad.shape[1])
+    addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, grad_x))
+    _exchanges[exchange].core.dispatch_backward(*addresses)
+    return grad_x
+
+
+def _fake_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer: int) -> tuple[Tensor, ...]:
+    n = torch.library.get_ctx().new_dynamic_size()
+    one = _exchanges[exchange]
+    return (
+        x.new_empty((n, x.shape[1])),
+        x.new_empty((experts // one.ranks,), dtype=torch.int32),
+        x.new_empty(chosen.shape, dtype=torch.int64),
+        x.new_empty((n, 2), dtype=torch.int32),
+        x.new_empty((_C.ROWS_NUMBERS + 3 * one.ranks,), dtype=torch.int64),
+        x.new_empty(0),
+    )
+
+
+def _fake_combine(rows: Tensor, weights: Tensor, anchor: Tensor, taken: Tensor, slots: Tensor, *numbers: Any) -> Tensor:
+    return rows.new_empty((slots.shape[0], rows.shape[1]))
+
+
+def _fake_combine_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, weighted: bool,
+    of_weights: bool, exchange: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    made = grad.new_empty((taken.shape[0], grad.shape[1]))
+    return made, weights.new_empty(slots.shape if of_weights else _EMPTY)
+
+
+def _fake_dispatch_backward(grad: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, exchange: int) -> Tensor:
+    return grad.new_empty((slots.shape[0], grad.shape[1]))
+
+
+def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, ends, slots, taken, numbers, _ = output
+    ctx.exchange = _exchanges[inputs[3]]  # lives as long as this backward may come
+    ctx.mark_non_differentiable(ends, slots, taken, numbers)
+    ctx.save_for_backward(taken, slots, numbers)
+
+
+def _dispatch_backward(ctx: Any, grad_rows: Tensor, *_: Any) -> tuple[Any, ...]:
+    op = torch.ops.zeropp.moe_rows_dispatch_backward.default
+    return op(grad_rows.contiguous(), *ctx.saved_tensors, ctx.exchange.number), None, None, None, None
+
+
+def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, _, taken, slots, numbers, ctx.weighted, exchange = inputs
+    ctx.exchange = _exchanges[exchange]
+    ctx.of_weights = ctx.weighted and ctx.needs_input_grad[1]
+    kept = rows if ctx.of_weights else rows.new_empty(0)
+    ctx.save_for_backward(kept, weights, taken, slots, numbers)
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    op = torch.ops.zeropp.moe_rows_combine_backward.default
+    how = (ctx.weighted, ctx.of_weights, ctx.exchange.number)
+    grad_rows, grad_weights = op(grad.contiguous(), *ctx.saved_tensors, *how)
+    by_weights = grad_weights if ctx.of_weights else None
+    return grad_rows, by_weights, grad.new_empty(0), None, None, None, None, None
+
+
+_PLAN = "Tensor taken, Tensor slots, Tensor numbers"
+_OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "moe_rows_dispatch": (
+        "(Tensor x, Tensor chosen, int experts, int exchange, int layer) -> (Tensor rows, Tensor ends, Tensor slots, "
+        "Tensor taken, Tensor numbers, Tensor anchor)",
+        _run_dispatch, _fake_dispatch,
+    ),
+    "moe_rows_combine": (
+        f"(Tensor rows, Tensor weights, Tensor anchor, {_PLAN}, bool weighted, int exchange) -> Tensor",
+        _run_combine, _fake_combine,
+    ),
+    "moe_rows_combine_backward": (
+        f"(Tensor grad, Tensor rows, Tensor weights, {_PLAN}, bool weighted, bool of_weights, int exchange) -> "
+        "(Tensor grad_rows, Tensor grad_weights)",
+        _run_combine_backward, _fake_combine_backward,
+    ),
+    "moe_rows_dispatch_backward": (
+        f"(Tensor grad, {_PLAN}, int exchange) -> Tensor",
+        _run_dispatch_backward, _fake_dispatch_backward,
+    ),
+}  # fmt: skip
+
+_library = torch.library.Library("zeropp", "FRAGMENT")
+for _name, (_schema, _run, _fake) in _OPERATORS.items():
+    _library.define(f"{_name}{_schema}")
+    _library.impl(_name, _run, "CPU")
+    torch.library.register_fake(f"zeropp::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "zeropp::moe_rows_dispatch", _dispatch_backward, setup_context=_dispatch_context, lib=_library
+)
+torch.library.register_autograd(
+    "zeropp::moe_rows_combine", _combine_backward, setup_context=_combine_context, lib=_library
+)
