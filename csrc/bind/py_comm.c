@@ -275,6 +275,20 @@ static PyObject *set_name(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *set_job_ranks(PyObject *self, PyObject *list) {
+    int numbers[ZPP_RANKS_MAX];
+    zpp_comm *comm = zpp_py_comm_get(self);
+    if (!comm) return NULL;
+    if (!PyList_Check(list) || PyList_Size(list) != zpp_comm_ranks(comm))
+        return PyErr_Format(PyExc_ValueError, "comm: job ranks of a group of %d ranks are not a list of so many",
+                            zpp_comm_ranks(comm));
+    for (int rank = 0; rank < zpp_comm_ranks(comm); rank++)
+        numbers[rank] = (int)PyLong_AsLong(PyList_GetItem(list, rank));
+    if (PyErr_Occurred()) return NULL;
+    zpp_comm_set_job_ranks(comm, numbers);
+    Py_RETURN_NONE;
+}
+
 static PyObject *comm_abort(PyObject *object, PyObject *args) {
     const char *message = NULL;
     if (!PyArg_ParseTuple(args, "|z", &message)) return NULL;
@@ -362,6 +376,16 @@ static PyObject *get_host_ranks(PyObject *self, void *closure) {
     return here;
 }
 
+static PyObject *get_job_ranks(PyObject *self, void *closure) {
+    (void)closure;
+    const zpp_comm *comm = zpp_py_comm_get(self);
+    const int ranks = comm ? zpp_comm_ranks(comm) : 0;
+    PyObject *list = comm ? PyList_New(ranks) : NULL;
+    for (int rank = 0; list && rank < ranks; rank++)
+        if (PyList_SetItem(list, rank, PyLong_FromLong(zpp_comm_job_rank(comm, rank)))) Py_CLEAR(list);
+    return list;
+}
+
 static PyObject *get_closed(PyObject *self, void *closure) {
     (void)closure;
     return PyBool_FromLong(!((Comm *)self)->comm || ((Comm *)self)->closing);
@@ -384,6 +408,8 @@ static PyMethodDef comm_methods[] = {
     {"recv", recv, METH_VARARGS, "recv(ptr, bytes, source, tag, keep, /)\n--\n\nA Transfer; source -1: any."},
     {"set_timeout", set_timeout, METH_VARARGS,
      "set_timeout(timeout_s, /)\n--\n\nOf later waits of this rank; 0: none."},
+    {"set_job_ranks", set_job_ranks, METH_O,
+     "set_job_ranks(list, /)\n--\n\nLet messages and errors give the ranks these numbers, which they have in the job."},
     {"set_name", set_name, METH_VARARGS, "set_name(name, /)\n--\n\nOf the group, for messages of this rank."},
     {"exchange", exchange, METH_VARARGS,
      "exchange(coll, dtype, root, dsts, srcs, /)\n--\n\nAll-to-all, gather, scatter: lists of (ptr, bytes), one a "
@@ -425,6 +451,7 @@ static PyGetSetDef comm_getset[] = {
     {"rank", get_rank, NULL, "My rank in the group.", NULL},
     {"ranks", get_ranks, NULL, "How many ranks the group has.", NULL},
     {"hosts", get_hosts, NULL, "On how many hosts its ranks are.", NULL},
+    {"job_ranks", get_job_ranks, NULL, "What messages call the ranks: their numbers in the job.", NULL},
     {"host_ranks", get_host_ranks, NULL, "The ranks on this rank's host, itself among them, in order.", NULL},
     {"closed", get_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -125,8 +125,9 @@ static PyObject *list_bad(const struct zpp_shard_norm *norms, int units, int ran
     return bad;
 }
 
-/* norm() -> (sum of squares over all ranks, [(unit, parameter, ranks) that is not finite, ...]); collective.
- * ranks: a bit for each rank whose gradient of the unit was not finite before the sum. */
+/* norm() -> (sum of squares over all ranks of the job, [(unit, parameter, ranks) that is not finite, ...] of the data
+ * ranks, how many there are of all ranks); collective.
+ * ranks: a bit for each data rank whose gradient of the unit was not finite before the sum. */
 static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -141,35 +142,57 @@ static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_norm_of_all(&zero->stepper, norms, &wait, &err);
+    struct zpp_job_norm job = {0};
+    zpp_status status = zpp_norm_of_all(&zero->stepper, norms, &wait, &err);
+    if (status == ZPP_OK) status = zpp_norm_of_job(&zero->stepper, norms, &job, &wait, &err);
     PyEval_RestoreThread(thread);
     PyObject *bad = status == ZPP_OK ? list_bad(norms, units, zero->ranks) : zpp_py_raise(&err);
-    const double squares = zpp_norm_squares_of(norms, units, zero->ranks);
     free(norms);
-    return bad ? Py_BuildValue("(dN)", squares, bad) : NULL;
+    return bad ? Py_BuildValue("(dNK)", job.squares, bad, (unsigned long long)job.bad) : NULL;
 }
 
 /* --- step --------------------------------------------------------------------------------------------------------- */
 
-/* step_begin(vote) -> [vote of each rank]; collective. No rank reads parameters from then on. */
-static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
-    Zero *zero = (Zero *)self;
-    const uint64_t vote = PyLong_AsUnsignedLongLong(arg);
-    if (PyErr_Occurred() || zpp_py_release_all(zero)) return NULL;
-    zero->builds_loss = false;
-    uint64_t *votes = calloc((size_t)zero->ranks, sizeof *votes);
+/* Return [vote of each rank of the job], or NULL with an error set. */
+static PyObject *ask_ranks(Zero *zero,
+                           zpp_status (*ask)(zpp_zero *, uint64_t, uint64_t *, const struct zpp_wait *,
+                                             struct zpp_err *),
+                           uint64_t vote) {
+    const int ranks = zpp_zero_job_ranks(zero->core);
+    uint64_t *votes = calloc((size_t)ranks, sizeof *votes);
     if (!votes) return PyErr_NoMemory();
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);
     PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = zpp_zero_step_begin(zero->core, vote, votes, &wait, &err);
+    const zpp_status status = ask(zero->core, vote, votes, &wait, &err);
     PyEval_RestoreThread(thread);
-    PyObject *list = status == ZPP_OK ? PyList_New(zero->ranks) : NULL;
-    for (int rank = 0; list && rank < zero->ranks; rank++)
+    PyObject *list = status == ZPP_OK ? PyList_New(ranks) : NULL;
+    for (int rank = 0; list && rank < ranks; rank++)
         if (PyList_SetItem(list, rank, PyLong_FromUnsignedLongLong(votes[rank]))) Py_CLEAR(list);
     free(votes);
     return status == ZPP_OK ? list : zpp_py_raise(&err);
+}
+
+/* step_begin(vote) -> [vote of each rank of the job]; collective. No rank reads parameters from then on. */
+static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
+    Zero *zero = (Zero *)self;
+    const uint64_t vote = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred() || zpp_py_release_all(zero)) return NULL;
+    zero->builds_loss = false;
+    return ask_ranks(zero, zpp_zero_step_begin, vote);
+}
+
+static zpp_status agree(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
+                        struct zpp_err *err) {
+    return zpp_zero_agree(zero, &vote, sizeof vote, votes, wait, err);
+}
+
+/* agree(vote) -> [vote of each rank of the job]; collective. */
+static PyObject *zero_agree(PyObject *self, PyObject *arg) {
+    const uint64_t vote = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred() || zpp_py_follow((Zero *)self)) return NULL;
+    return ask_ranks((Zero *)self, agree, vote);
 }
 
 /* step_end(by_grads=False): returns when every shard is written, on every rank; collective. */
@@ -494,6 +517,7 @@ PyMethodDef zpp_py_step_methods[] = {
     { "clear_grads", zero_clear_grads, METH_NOARGS, "Forget all gradients." },
     { "grads_pending", zero_grads_pending, METH_NOARGS, "True if no_sync held gradients back." },
     { "norm", zero_norm, METH_NOARGS, "(sum of squares, parameters that are not finite); collective." },
+    { "agree", zero_agree, METH_O, "agree(vote) -> votes of the job's ranks; collective." },
     { "step_begin", zero_step_begin, METH_O, "step_begin(vote) -> votes; collective." },
     { "step_end", zero_step_end, METH_VARARGS,
       "step_end(by_grads=False): every shard is written, or those of units with a gradient; collective." },

@@ -227,6 +227,13 @@ static int keep_comm(PyObject *given, PyObject **held, zpp_comm **out) {
     return *out ? 0 : -1;
 }
 
+static int keep_comms(Zero *zero, PyObject *comm, PyObject *job, PyObject *copy, struct zpp_zero_options *options) {
+    if (keep_comm(comm, &zero->comm, &options->comm) || keep_comm(job, &zero->job, &options->job)) return -1;
+    const zpp_comm *any = options->comm ? options->comm : options->job;
+    if (any) zero->timeout_ns = zpp_comm_timeout_ns(any);
+    return keep_comm(copy, &zero->intranode, &options->copy);
+}
+
 /* The devices of the coordinator: the CPU, and where `name` is given the accelerator of torch with that name. */
 static zpp_status open_devices(Zero *zero, const char *name, int index, struct zpp_zero_options *options,
                                struct zpp_err *err) {
@@ -255,19 +262,19 @@ static zpp_status open_core(Zero *zero, int threads, const struct zpp_zero_optio
     return ZPP_OK;
 }
 
-/* Zero(stage, comm | None, prefetch_bytes, bucket_bytes, accumulate, threads, functions, params_fraction, comm of this
- * host's ranks, which have a copy of FILE units of their own | None, type of torch's device | None for the CPU, its
- * index, are shards on it) */
+/* Zero(stage, comm | None, comm of the job | None: it is `comm`, prefetch_bytes, bucket_bytes, accumulate, threads,
+ * functions, params_fraction, comm of this host's ranks, which have a copy of FILE units of their own | None, type of
+ * torch's device | None for the CPU, its index, are shards on it) */
 static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Zero *zero = (Zero *)self;
-    PyObject *comm, *copy, *functions;
+    PyObject *comm, *job, *copy, *functions;
     Py_ssize_t prefetch_bytes, bucket_bytes;
     int threads, device_index, shards_on_device;
     const char *device;
     (void)kwargs;
     double params_fraction;
-    if (!PyArg_ParseTuple(args, "iOnniiO!dOzip", &zero->stage, &comm, &prefetch_bytes, &bucket_bytes, &zero->accumulate,
-                          &threads, &PyDict_Type, &functions, &params_fraction, &copy, &device, &device_index,
+    if (!PyArg_ParseTuple(args, "iOOnniiO!dOzip", &zero->stage, &comm, &job, &prefetch_bytes, &bucket_bytes,
+                          &zero->accumulate, &threads, &PyDict_Type, &functions, &params_fraction, &copy, &device, &device_index,
                           &shards_on_device))
         return -1;
     zero->sync = true;
@@ -279,8 +286,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                                        .bucket_bytes = (size_t)bucket_bytes,
                                        .params_fraction = params_fraction,
                                        .shards = shards_on_device ? ZPP_SHARDS_ON_DEVICE : ZPP_SHARDS_ON_HOST};
-    if (keep_comm(comm, &zero->comm, &options.comm) || keep_comm(copy, &zero->intranode, &options.copy)) return -1;
-    if (options.comm) zero->timeout_ns = zpp_comm_timeout_ns(options.comm);
+    if (keep_comms(zero, comm, job, copy, &options)) return -1;
     zpp_status status = open_devices(zero, device, device_index, &options, &err);
     if (status == ZPP_OK) status = open_core(zero, threads, &options, &err);
     if (status != ZPP_OK) {
@@ -337,6 +343,7 @@ static void zero_dealloc(PyObject *self) {
     zpp_device_destroy(zero->host);
     if (zero->holds_comm) zpp_py_comm_drop(zero->comm);
     Py_XDECREF(zero->comm);
+    Py_XDECREF(zero->job);
     Py_XDECREF(zero->intranode);
     PyObject_Free(self);
     Py_DECREF(type);

@@ -71,7 +71,8 @@ struct Zero {
     zpp_device *accelerator;                     /* where units are whole, borrowed; NULL: on the CPU */
     int32_t accelerator_type, accelerator_index; /* torch's */
     zpp_pool *pool;
-    PyObject *comm;   /* _C.Comm or NULL */
+    PyObject *comm;   /* _C.Comm of the data ranks, or NULL */
+    PyObject *job;    /* ... of all ranks of the job; NULL: the data ranks are the job */
     bool holds_comm;
     PyObject *intranode; /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */

@@ -85,6 +85,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     pthread_mutex_init(&comm->arena_lock, NULL);
     pthread_mutex_init(&comm->side_lock, NULL);
     for (int r = 0; r < comm->ranks; r++) comm->peer[r].socket = comm->peer[r].pidfd = -1;
+    for (int r = 0; r < comm->ranks; r++) comm->job_rank[r] = r;
     status = make_fork_guard(comm, err);
     if (status == ZPP_OK) status = join_ranks(comm, options, store, err);
     if (status != ZPP_OK) {
@@ -126,6 +127,12 @@ void zpp_comm_set_name(zpp_comm *comm, const char *name) {
     snprintf(comm->name, sizeof comm->name, "%s", name);
     if (comm->net) zpp_comm_set_name(comm->net->local, name);
 }
+
+void zpp_comm_set_job_ranks(zpp_comm *comm, const int *job_ranks) {
+    memcpy(comm->job_rank, job_ranks, (size_t)comm->ranks * sizeof *job_ranks);
+}
+
+int zpp_comm_job_rank(const zpp_comm *comm, int rank) { return zpp_label(comm, rank); }
 
 uint32_t zpp_comm_new_owner(zpp_comm *comm) { return comm->owners++ % ZPP_OWNERS; }
 

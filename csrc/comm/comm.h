@@ -86,6 +86,9 @@ uint64_t zpp_comm_timeout_ns(const zpp_comm *comm);
 /* Of this rank only; not while a call is in progress. */
 void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns);
 void zpp_comm_set_name(zpp_comm *comm, const char *name);
+/* Let messages and errors give the ranks these numbers, which they have in the job: [ranks], copied. */
+void zpp_comm_set_job_ranks(zpp_comm *comm, const int *job_ranks);
+int zpp_comm_job_rank(const zpp_comm *comm, int rank); /* the group's own number where none was set */
 
 /* Bytes moved; the figures never fall. A byte counts once, at the rank that reads it from a peer's memory or from the
  * network. */

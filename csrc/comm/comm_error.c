@@ -34,7 +34,7 @@ static zpp_status report(const struct zpp_comm *comm, uint64_t comm_error, struc
     char text[ZPP_ERR_TEXT_BYTES];
     memcpy(text, zpp_control(comm, recorder)->comm_error_text, sizeof text);
     text[sizeof text - 1] = '\0';
-    return zpp_fail_rank(err, (zpp_status)-(int)minus_status, failed_rank, "%s", text);
+    return zpp_fail_rank(err, (zpp_status)-(int)minus_status, zpp_label(comm, failed_rank), "%s", text);
 }
 
 zpp_status zpp_comm_check(const struct zpp_comm *part, struct zpp_err *err) {
@@ -68,7 +68,7 @@ static bool record(struct zpp_comm *comm, zpp_status status, int failed_rank, co
 zpp_status zpp_comm_fail(struct zpp_comm *part, zpp_status status, int failed_rank, struct zpp_err *err,
                          const char *format, ...) {
     struct zpp_comm *comm = part->outer ? part->outer : part;
-    const int rank = zpp_label(part, failed_rank);
+    const int rank = zpp_outer_rank(part, failed_rank);
     char text[ZPP_ERR_TEXT_BYTES];
     uint64_t standing;
     va_list args;
@@ -86,7 +86,7 @@ void zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_ra
 
 bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
     const struct zpp_comm *comm = whole(part);
-    const int rank = zpp_label(part, part_rank);
+    const int rank = zpp_outer_rank(part, part_rank);
     if (zpp_net_elsewhere(comm, rank)) return comm->transport->gone(comm, rank);
     if (comm->base[rank] && atomic_load(&zpp_control(comm, rank)->left)) return true;
     const struct zpp_peer *peer = &comm->peer[rank];
@@ -104,8 +104,8 @@ bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
 void zpp_comm_abort(zpp_comm *comm, const char *message) {
     struct zpp_err standing = ZPP_ERR_INIT;
     if (zpp_comm_forked(comm)) return;
-    (void)zpp_comm_fail(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s", comm->rank,
-                        comm->name, message ? message : "no reason given");
+    (void)zpp_comm_fail(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s",
+                        zpp_label(comm, comm->rank), comm->name, message ? message : "no reason given");
 }
 
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }

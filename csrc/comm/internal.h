@@ -113,6 +113,7 @@ struct zpp_comm {
     /* The ranks of this host as a group of their own (net_local.c): the whole group, and what it calls the ranks. */
     struct zpp_comm *outer;
     int outer_rank[ZPP_RANKS_MAX];
+    int job_rank[ZPP_RANKS_MAX]; /* what messages and errors call the ranks; of the whole group */
     bool joined; /* all peers are mapped */
     uint64_t timeout_ns;
     bool crowded; /* more ranks than cores */
@@ -163,9 +164,15 @@ static inline struct zpp_wait_target zpp_target_at(const struct zpp_comm *comm, 
     return wait_target;
 }
 
+/* Return the number of a rank in the whole group. */
+static inline int zpp_outer_rank(const struct zpp_comm *comm, int rank) {
+    return comm->outer && rank >= 0 ? comm->outer_rank[rank] : rank;
+}
+
 /* Return the number that messages give a rank. */
 static inline int zpp_label(const struct zpp_comm *comm, int rank) {
-    return comm->outer && rank >= 0 ? comm->outer_rank[rank] : rank;
+    const struct zpp_comm *whole = comm->outer ? comm->outer : comm;
+    return rank >= 0 && rank < comm->ranks ? whole->job_rank[zpp_outer_rank(comm, rank)] : rank;
 }
 
 /* --- transports: shared memory (shm/), several hosts (tcp/), NCCL (nccl/) ----------------------------------------- */

@@ -94,10 +94,12 @@ static void remove_receive(struct zpp_p2p *p2p, const struct zpp_transfer *trans
 
 static zpp_status check_size(struct zpp_p2p *p2p, struct zpp_transfer *transfer, int source, size_t bytes) {
     if (transfer->header.bytes == bytes) return ZPP_OK;
-    return zpp_fail_rank(&transfer->err, ZPP_PEER, source,
+    const struct zpp_comm *comm = p2p->comm;
+    return zpp_fail_rank(&transfer->err, ZPP_PEER, zpp_label(comm, source),
                          "comm: rank %d sent %zu bytes with tag %" PRIu64
                          " to rank %d of group \"%s\", whose receive expects %" PRIu64 "; both must be one size",
-                         source, bytes, transfer->header.tag, p2p->comm->rank, p2p->comm->name, transfer->header.bytes);
+                         zpp_label(comm, source), bytes, transfer->header.tag, zpp_label(comm, comm->rank), comm->name,
+                         transfer->header.bytes);
 }
 
 /* --- sending ----------------------------------------------------------------------------------------------------- */
@@ -163,12 +165,14 @@ static zpp_status begin_message(struct zpp_p2p *p2p, int source, struct zpp_err 
             return zpp_comm_fail(p2p->comm, ZPP_PEER, source, err,
                                  "comm: rank %d announced a message of %" PRIu64
                                  " bytes to rank %d of group \"%s\", wanted at most %" PRIu64,
-                                 source, peer->header.bytes, p2p->comm->rank, p2p->comm->name, MESSAGE_BYTES_MAX);
+                                 zpp_label(p2p->comm, source), peer->header.bytes,
+                                 zpp_label(p2p->comm, p2p->comm->rank), p2p->comm->name, MESSAGE_BYTES_MAX);
         if (!early)
             return zpp_comm_fail(p2p->comm, ZPP_NOMEM, p2p->comm->rank, err,
                                  "comm: rank %d of group \"%s\" has no memory for a message of %" PRIu64
                                  " bytes of rank %d",
-                                 p2p->comm->rank, p2p->comm->name, peer->header.bytes, source);
+                                 zpp_label(p2p->comm, p2p->comm->rank), p2p->comm->name, peer->header.bytes,
+                                 zpp_label(p2p->comm, source));
         *early = (struct early){.header = peer->header};
         *peer->early_end = early;
         peer->early_end = &early->next;
@@ -269,7 +273,7 @@ static zpp_status check_rings(struct zpp_p2p *p2p, int rank, struct zpp_err *err
                          "comm: the channel between ranks %d and %d of group \"%s\" is damaged: its counters are "
                          "further "
                          "apart than it is long",
-                         p2p->comm->rank, rank, p2p->comm->name);
+                         zpp_label(p2p->comm, p2p->comm->rank), zpp_label(p2p->comm, rank), p2p->comm->name);
 }
 
 static zpp_status progress_with(struct zpp_p2p *p2p, int rank, bool *moved, struct zpp_err *err) {
@@ -562,7 +566,7 @@ void zpp_p2p_destroy(struct zpp_comm *comm) {
     if (p2p->has_thread) pthread_join(p2p->thread, NULL);
     pthread_mutex_lock(&p2p->lock);
     (void)zpp_fail(&err, ZPP_STATE, "comm: group \"%s\" was closed before a send or receive of rank %d was finished",
-                   comm->name, comm->rank);
+                   comm->name, zpp_label(comm, comm->rank));
     fail_all(p2p, &err);
     for (int r = 0; r < p2p->ranks; r++) {
         struct peer *peer = &p2p->peer[r];

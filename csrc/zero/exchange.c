@@ -68,7 +68,7 @@ static zpp_status run_exchange(void *arg, void *native, const struct zpp_wait *w
     return ZPP_OK;
 }
 
-/* Collective: all[ranks * bytes] = every rank's `mine`, in rank order. `wait` must not be NULL. */
+/* Collective: all[ranks * bytes] = every data rank's `mine`, in rank order. `wait` must not be NULL. */
 static zpp_status exchange_all(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
                              const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_exchange *exchange = &zero->exchange;
@@ -95,6 +95,18 @@ static zpp_status exchange_all(zpp_zero *zero, uint64_t kind, const void *mine, 
     return status;
 }
 
+/* Collective over the job: the same of all its ranks. The data ranks exchange it first, because their ring notices
+ * ranks that differ, with both sides; a collective of the job alone would wait there until the timeout. */
+static zpp_status exchange_job(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
+                               const struct zpp_wait *wait, struct zpp_err *err) {
+    if (!zpp_zero_has_job(zero)) return exchange_all(zero, kind, mine, bytes, all, wait, err);
+    void *data_ranks = malloc((size_t)zero->ranks * bytes + 1);
+    if (!data_ranks) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of %d ranks", bytes, zero->ranks);
+    const zpp_status status = exchange_all(zero, kind, mine, bytes, data_ranks, wait, err);
+    free(data_ranks);
+    return status == ZPP_OK ? zpp_all_gather(zero->options.job, all, mine, bytes, wait, err) : status;
+}
+
 /* --- the step ----------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
@@ -103,15 +115,21 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
     if (status == ZPP_OK && zero->placement->settle) status = zero->placement->settle(zero, wait, err);
     if (status != ZPP_OK) return status;
     const uint64_t began_ns = zpp_span_begin();
-    uint64_t *all = votes ? votes : calloc((size_t)zero->ranks, sizeof *all);
-    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zero->ranks);
-    status = exchange_all(zero, ZPP_DESC_STEP, &vote, sizeof vote, all, wait, err);
+    const int ranks = zpp_zero_job_ranks(zero);
+    uint64_t *all = votes ? votes : calloc((size_t)ranks, sizeof *all);
+    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", ranks);
+    status = exchange_job(zero, ZPP_DESC_STEP, &vote, sizeof vote, all, wait, err);
     if (!votes) free(all);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks step", 0);
     if (status == ZPP_OK && zero->placement->begin_writes) status = zero->placement->begin_writes(zero, err);
     zero->step_ns = zpp_span_begin();
     zero->stepping = status == ZPP_OK;
     return status;
+}
+
+zpp_status zpp_zero_agree(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
+                          struct zpp_err *err) {
+    return exchange_job(zero, ZPP_DESC_AGREE, mine, bytes, all, wait, err);
 }
 
 zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
@@ -276,6 +294,8 @@ void zpp_exchange_describe(void *ctx, const struct zpp_desc *desc, char *text, s
         snprintf(text, capacity, "the norm of the gradients after %llu backward%s", step, plural);
     else if (desc->kind == ZPP_DESC_STEP)
         snprintf(text, capacity, "a step after %llu backward%s", step, plural);
+    else if (desc->kind == ZPP_DESC_AGREE)
+        snprintf(text, capacity, "a question to all ranks after %llu backward%s", step, plural);
     else if (desc->kind == ZPP_DESC_BUFFERS)
         snprintf(text, capacity, "the model's buffers at the start of a forward (message %llu)", step);
     else {

@@ -29,7 +29,7 @@ struct zpp_trace {
 
 /* --- exchanges (exchange.c) --------------------------------------------------------------------------------------- */
 /* The kinds of descriptors on the ring. */
-enum { ZPP_DESC_REDUCE = 1, ZPP_DESC_COPY, ZPP_DESC_NORM, ZPP_DESC_STEP, ZPP_DESC_BUFFERS };
+enum { ZPP_DESC_REDUCE = 1, ZPP_DESC_COPY, ZPP_DESC_NORM, ZPP_DESC_STEP, ZPP_DESC_BUFFERS, ZPP_DESC_AGREE };
 
 /* The exchange under way; one at a time. Its bytes are its own, because a caller that is interrupted does not wait. */
 struct zpp_exchange {
@@ -191,6 +191,11 @@ static inline bool zpp_zero_keeps_local_grads(const zpp_zero *zero) {
 
 /* Stages 0 and 1: the reduced gradient is a part of the bucket. */
 static inline bool zpp_keeps_buckets(const zpp_zero *zero) { return zero->options.stage <= 1; }
+
+/* True if the job has more ranks than those that partition the units. */
+static inline bool zpp_zero_has_job(const zpp_zero *zero) {
+    return zero->options.job && zero->options.job != zero->options.comm;
+}
 
 /* True if a reduction adds to the shard. Stage 1: this rank's bucket was not refilled, so its shard still is the
  * gradient so far; else the carry has it. */

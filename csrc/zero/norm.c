@@ -10,6 +10,7 @@
 
 #include "../ops/norm/clip.h"
 #include "../ops/norm/norm.h"
+#include "internal.h"
 
 /* The pieces of one shard that have a gradient, and their sums. */
 struct pieces {
@@ -253,4 +254,25 @@ double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ra
     for (int unit = 0; unit < units; unit++)
         for (int rank = 0; rank < ranks; rank++) squares += norms[rank * units + unit].squares;
     return squares;
+}
+
+zpp_status zpp_norm_of_job(const struct zpp_stepper *stepper, const struct zpp_shard_norm *norms,
+                           struct zpp_job_norm *out, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_zero *zero = stepper->zero;
+    const int units = stepper->units_count, ranks = zpp_zero_ranks(zero), job_ranks = zpp_zero_job_ranks(zero);
+    struct zpp_job_norm own = {.squares = zpp_norm_squares_of(norms, units, ranks)};
+    for (int at = 0; at < units * ranks; at++) own.bad += norms[at].bad_param >= 0;
+    *out = own;
+    if (!zpp_zero_has_job(zero)) return ZPP_OK;
+    if (zpp_zero_rank(zero)) own = (struct zpp_job_norm){0}; /* the first data rank speaks for all of them */
+    struct zpp_job_norm *all = calloc((size_t)job_ranks, sizeof *all);
+    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %d ranks", job_ranks);
+    const zpp_status status = zpp_zero_agree(zero, &own, sizeof own, all, wait, err);
+    *out = (struct zpp_job_norm){0};
+    for (int rank = 0; rank < job_ranks && status == ZPP_OK; rank++) {
+        out->squares += all[rank].squares;
+        out->bad += all[rank].bad;
+    }
+    free(all);
+    return status;
 }

@@ -197,4 +197,14 @@ void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces); /* all zero is fine *
 /* The sum of `squares`, in the order that this file promises. */
 double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ranks);
 
+/* What the data ranks measured, added over the job. */
+struct zpp_job_norm {
+    double squares;
+    uint64_t bad; /* gradients that are not finite, of all data ranks of the job */
+};
+/* Collective over the job: add norms[ranks * units] of all data ranks, each set of them once, in order of ranks.
+ * Without ranks beyond the data ranks that is zpp_norm_squares_of, and nothing is sent. */
+zpp_status zpp_norm_of_job(const struct zpp_stepper *stepper, const struct zpp_shard_norm *norms,
+                           struct zpp_job_norm *out, const struct zpp_wait *wait, struct zpp_err *err);
+
 #endif

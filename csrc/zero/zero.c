@@ -393,6 +393,10 @@ int zpp_zero_ranks(const zpp_zero *zero) {
     return zero->ranks;
 }
 
+int zpp_zero_job_ranks(const zpp_zero *zero) {
+    return zpp_zero_has_job(zero) ? zpp_comm_ranks(zero->options.job) : zero->ranks;
+}
+
 bool zpp_zero_shards_on_device(const zpp_zero *zero) {
     return shards_on_device(&zero->options);
 }

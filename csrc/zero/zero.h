@@ -57,7 +57,10 @@ enum zpp_shards { ZPP_SHARDS_ON_HOST, ZPP_SHARDS_ON_DEVICE };
 
 struct zpp_zero_options {
     int stage;               /* 0..3 */
-    zpp_comm *comm;          /* borrowed until destroy; NULL: one rank */
+    zpp_comm *comm;          /* the data ranks, which partition the units; borrowed until destroy; NULL: one rank */
+    /* All ranks of the job, which decide together: votes and norms. Ranks with other data ranks may have other units
+     * (stages of a pipeline). Borrowed until destroy; NULL: the data ranks are the job. */
+    zpp_comm *job;
     zpp_device *device;      /* borrowed until destroy: where units are whole, and the computation runs */
     zpp_device *host;        /* the CPU beside an accelerator, borrowed until destroy; NULL: `device` is the CPU */
     enum zpp_shards shards;  /* without `host` it has no meaning */
@@ -112,6 +115,7 @@ int zpp_zero_units(const zpp_zero *zero);
 struct zpp_unit *zpp_zero_unit(zpp_zero *zero, int index); /* borrowed */
 int zpp_zero_rank(const zpp_zero *zero);
 int zpp_zero_ranks(const zpp_zero *zero);
+int zpp_zero_job_ranks(const zpp_zero *zero);
 bool zpp_zero_shards_on_device(const zpp_zero *zero); /* true if an accelerator has them, and steps them */
 zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
 zpp_unit_file *zpp_zero_param_file(zpp_zero *zero); /* borrowed; NULL without units in a file */
@@ -248,11 +252,15 @@ zpp_status zpp_zero_grad_load(zpp_zero *zero, int unit, struct zpp_aio_fault *fa
 bool zpp_zero_loads_grads(const zpp_zero *zero); /* true if zpp_zero_grad_load may have to wait for a file */
 
 /* --- step (exchange.c) -------------------------------------------------------------------------------------------- */
-/* Collective: returns when no rank reads parameters any more, so that shards may be written. `vote` travels along:
- * votes[ranks] (may be NULL) receives what every rank gave. */
+/* Collective over the job: returns when no rank reads parameters any more, so that shards may be written. `vote`
+ * travels along: votes[job ranks] (may be NULL) receives what every rank gave. */
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
                                struct zpp_err *err);
-/* Collective: every rank's sums of squares, one record of 16 bytes a unit; all[ranks * bytes], in rank order. */
+/* Collective over the job, after the data ranks have come to the same place, so that ranks that differ are noticed:
+ * all[job ranks * bytes] = every rank's `mine`, in order of ranks; `bytes` is equal on all of them. */
+zpp_status zpp_zero_agree(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
+                          struct zpp_err *err);
+/* Collective: every data rank's sums of squares, a record a unit; all[ranks * bytes], in rank order. */
 zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
                                  struct zpp_err *err);
 /* Collective: returns when every shard is written, and replicated units are whole again everywhere. */

@@ -89,6 +89,7 @@ OPTIMIZER = "optimizer"
 TRAINED_DTYPE = "dtype of a trained parameter"
 UNFREEZING = "unfreezing a parameter"
 FROZEN_MODEL = "a model frozen and without an optimizer in prepare"
+JOB = "a model on some ranks of a job"
 ANOTHER = "another optimizer for a prepared model"
 
 _BEFORE = "leave the parameter trainable until prepare, and freeze it after"
@@ -163,6 +164,13 @@ def _of_steps() -> Iterator[Row]:
               "keep offload.grads on 'device'; or where several backwards make a step, say how many with accumulate=, since inside no_sync alone "
               "ranks hold their gradients back in memory",
               {"Config.accumulate": these(1)})
+
+
+def _of_jobs() -> Iterator[Row]:
+    yield Row(JOB, MORE_THAN_ONE, OPTIMIZER, kinds(*ONE_BIT),
+              "its own sums are over the ranks that have the model, and the norm is of all", "use AdamW")
+    yield Row(JOB, MORE_THAN_ONE, "Config.comm.secondary_shard", other_than(0),
+              "the second copy is over all ranks of a host", "leave it at 0")
 
 
 def _of_optimizers() -> Iterator[Row]:
@@ -321,6 +329,7 @@ TABLE: tuple[tuple[str, tuple[Row, ...]], ...] = (
     ("Stages", tuple(_of_stages())),
     ("Files and the wire", tuple(_of_files())),
     ("Kinds of step", tuple(_of_steps())),
+    ("Ranks of a job", tuple(_of_jobs())),
     ("Optimizers", tuple(_of_optimizers())),
     ("Types of the model", tuple(_of_types())),
     ("Ranks and hosts", tuple(_of_hosts())),

@@ -46,10 +46,12 @@ zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_me
     if (sendmsg(comm->peer[rank].socket, &message, MSG_NOSIGNAL) == (ssize_t)sizeof copy) return ZPP_OK;
     if (errno == EPIPE || errno == ECONNRESET || errno == ENOTCONN)
         return zpp_comm_fail(comm, ZPP_PEER, rank, err,
-                             "comm: rank %d (process %d) of group \"%s\" %s; rank %d found its socket closed", rank,
-                             (int)comm->peer[rank].pid, comm->name,
-                             atomic_load(&zpp_control(comm, rank)->left) ? "left the group" : "died", comm->rank);
-    return zpp_fail_os(err, errno, "comm: rank %d of group \"%s\" cannot be written to", rank, comm->name);
+                             "comm: rank %d (process %d) of group \"%s\" %s; rank %d found its socket closed",
+                             zpp_label(comm, rank), (int)comm->peer[rank].pid, comm->name,
+                             atomic_load(&zpp_control(comm, rank)->left) ? "left the group" : "died",
+                             zpp_label(comm, comm->rank));
+    return zpp_fail_os(err, errno, "comm: rank %d of group \"%s\" cannot be written to", zpp_label(comm, rank),
+                       comm->name);
 }
 
 /* Take one control message from the socket. AGAIN: none there, or the socket is closed (which the wait detects). */

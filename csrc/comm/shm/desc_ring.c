@@ -136,11 +136,13 @@ static zpp_status diverged(const struct zpp_desc_ring *ring, int rank, uint64_t 
         return zpp_comm_fail(ring->comm, ZPP_PEER, rank, err,
                              "comm: rank %d of group \"%s\" is at %s but rank %d is at %s; the ranks took different "
                              "paths: all must run the same modules and the same steps in the same order",
-                             ring->comm->rank, ring->comm->name, mine, rank, theirs);
+                             zpp_label(ring->comm, ring->comm->rank), ring->comm->name, mine,
+                             zpp_label(ring->comm, rank), theirs);
     return zpp_comm_fail(ring->comm, ZPP_PEER, rank, err,
                          "comm: ring \"%s\" of group \"%s\", descriptor #%" PRIu64 ": rank %d is at %s but rank %d is "
                          "at %s; the ranks took different paths",
-                         ring->name, ring->comm->name, seq, ring->comm->rank, mine, rank, theirs);
+                         ring->name, ring->comm->name, seq, zpp_label(ring->comm, ring->comm->rank), mine,
+                         zpp_label(ring->comm, rank), theirs);
 }
 
 zpp_status zpp_desc_ring_read(zpp_desc_ring *ring, int rank, uint64_t seq, const struct zpp_desc *expect,

@@ -44,9 +44,9 @@ static zpp_status take_from(struct zpp_wait_ctx *wait_ctx, struct zpp_region *re
                                "comm: rank %d is in region_create(%s, %llu bytes) #%llu of group \"%s\" but rank %d is "
                                "in region_create(%s, %llu bytes); all ranks must create the same regions in the same "
                                "order",
-                               comm->rank, kind_name(making->kind), (unsigned long long)making->bytes,
-                               (unsigned long long)making->number, comm->name, rank, kind_name(theirs.a),
-                               (unsigned long long)theirs.b);
+                               zpp_label(comm, comm->rank), kind_name(making->kind), (unsigned long long)making->bytes,
+                               (unsigned long long)making->number, comm->name, zpp_label(comm, rank),
+                               kind_name(theirs.a), (unsigned long long)theirs.b);
     else if (making->kind == ZPP_REGION_PER_RANK || rank == 0) /* sent by its owner; zpp_memfd_map refuses -1 */
         status = zpp_memfd_map(fd, region->bytes, &region->base[rank], err);
     if (fd >= 0) close(fd);

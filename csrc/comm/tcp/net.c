@@ -104,8 +104,8 @@ static void read_control(struct zpp_comm *comm, int rank) {
         const zpp_status status = zpp_control_link_parse(&peer->control, (size_t)got, comm->ranks, &frame, &err);
         if (status == ZPP_AGAIN) continue;
         if (status != ZPP_OK) {
-            (void)zpp_comm_fail(comm, ZPP_PEER, rank, &err, "comm: rank %d of group \"%s\" told rank %d %s", rank,
-                                comm->name, comm->rank, err.text);
+            (void)zpp_comm_fail(comm, ZPP_PEER, rank, &err, "comm: rank %d of group \"%s\" told rank %d %s",
+                                zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), err.text);
             break;
         }
         hear(comm, rank, &frame, peer->control.text);
@@ -132,7 +132,8 @@ static void look_for_link(struct zpp_comm *comm) {
     (void)zpp_comm_fail(comm, ZPP_PEER, net->farther, &err,
                         "comm: rank %d cannot reach rank %d of group \"%s\": network interface \"%s\" has had no link "
                         "for %.1f s; is its cable plugged in, and is it up?",
-                        comm->rank, net->farther, comm->name, net->interface, (double)(now_ns - net->no_link_ns) / 1e9);
+                        zpp_label(comm, comm->rank), zpp_label(comm, net->farther), comm->name, net->interface,
+                        (double)(now_ns - net->no_link_ns) / 1e9);
     net->interface[0] = '\0'; /* once */
 }
 

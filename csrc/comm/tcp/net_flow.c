@@ -133,13 +133,15 @@ static zpp_status diverged(struct run *run, const struct zpp_flow *flow, const s
         return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err,
                              "comm: in %s #%" PRIu64 " of group \"%s\" rank %d sends %" PRIu64 " bytes to rank %d, "
                              "which expects %" PRIu64 "; the split sizes of the two must agree",
-                             mine, wanted->seq, comm->name, flow->peer, came->bytes, comm->rank, wanted->bytes);
+                             mine, wanted->seq, comm->name, zpp_label(comm, flow->peer), came->bytes,
+                             zpp_label(comm, comm->rank), wanted->bytes);
     const bool first = comm->rank < flow->peer; /* both sides report the same text */
     return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err,
                          "comm: rank %d is in %s #%" PRIu64 " but rank %d is in %s #%" PRIu64 " of group \"%s\"; all "
                          "ranks must call the same collectives with the same sizes in the same order",
-                         first ? comm->rank : flow->peer, first ? mine : theirs, first ? wanted->seq : came->seq,
-                         first ? flow->peer : comm->rank, first ? theirs : mine, first ? came->seq : wanted->seq,
+                         zpp_label(comm, first ? comm->rank : flow->peer), first ? mine : theirs,
+                         first ? wanted->seq : came->seq, zpp_label(comm, first ? flow->peer : comm->rank),
+                         first ? theirs : mine, first ? came->seq : wanted->seq,
                          comm->name);
 }
 
@@ -152,7 +154,7 @@ static zpp_status check_header(struct run *run, const struct zpp_flow *flow, int
     if (memcmp(raw, &wanted, sizeof wanted) == 0) return ZPP_OK;
     if (zpp_frame_check(raw, comm->ranks, &came, &reason) != ZPP_OK)
         return zpp_comm_fail(comm, ZPP_PEER, flow->peer, err, "comm: rank %d of group \"%s\" sent rank %d %s",
-                             flow->peer, comm->name, comm->rank, reason.text);
+                             zpp_label(comm, flow->peer), comm->name, zpp_label(comm, comm->rank), reason.text);
     return diverged(run, flow, &wanted, &came, err);
 }
 

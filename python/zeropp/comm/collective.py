@@ -43,6 +43,22 @@ def all_gather(comm: Any, every: torch.Tensor, mine: torch.Tensor) -> None:
         every.copy_(values)
 
 
+def exchange(comm: Any, mine: Any) -> list[Any]:
+    """Return what every rank of a communicator gave, in rank order. Collective. The values travel as JSON, so tuples become lists.
+    ``comm`` is None for one rank."""
+    data = json.dumps(mine).encode()
+    if comm is None:
+        return [json.loads(data)]
+    lengths = torch.empty(comm.ranks, dtype=torch.int64, device="cpu")
+    all_gather(comm, lengths, torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+    longest = int(lengths.max())
+    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+    every = torch.empty(longest * comm.ranks, dtype=torch.uint8, device="cpu")
+    all_gather(comm, every, padded)
+    whole = bytes(byte_view(every))
+    return [json.loads(whole[rank * longest : rank * longest + int(lengths[rank])]) for rank in range(comm.ranks)]
+
+
 class Member(Protocol):
     """One rank of a group: an engine, or whatever else holds a communicator."""
 
@@ -64,18 +80,7 @@ class Ranks:
 
     def exchange(self, mine: Any) -> list[Any]:
         """Return what every rank gave, in rank order. The values travel as JSON, so tuples become lists."""
-        data = json.dumps(mine).encode()
-        if self._comm is None:
-            return [json.loads(data)]
-        lengths = torch.empty(self.count, dtype=torch.int64, device="cpu")
-        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        all_gather(self._comm, lengths, length)
-        longest = int(lengths.max())
-        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-        every = torch.empty(longest * self.count, dtype=torch.uint8, device="cpu")
-        all_gather(self._comm, every, padded)
-        whole = bytes(byte_view(every))
-        return [json.loads(whole[rank * longest : rank * longest + int(lengths[rank])]) for rank in range(self.count)]
+        return exchange(self._comm, mine)
 
     def all_do(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank and share the results.

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ _lock = threading.Lock()  # guards the four below
 _open: list[Any] = []  # every _C.Comm that is not closed
 _closed_traffic: dict[str, dict[str, int]] = {}
 _of_group: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_of_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # of a group, by what they are
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -146,7 +146,9 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
         return known
     c10d = dist.distributed_c10d
     assert group is not None
-    comm = create(c10d._get_process_group_store(group), group.rank(), group.size(), timeout_of(group), _name_of(group))
+    comm = create(
+        c10d._get_process_group_store(group), group.rank(), group.size(), timeout_of(group), group_name(group)
+    )
     with _lock:
         _of_group[group] = comm
     weakref.finalize(group, close, comm)
@@ -156,22 +158,29 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
 def host_communicator() -> Any:
     """Return the ``_C.Comm`` of the ranks of the default group that are on this host. Collective at the first call;
     then kept."""
-    c10d = dist.distributed_c10d
     world, group = communicator(), dist.group.WORLD
     assert group is not None
+    here = world.host_ranks
+    what = f"host of rank {here[0]}"
+    return keep_for_group(
+        group, what,
+        lambda store: create(store, here.index(world.rank), len(here), timeout_of(group), f"{group_name(group)}, {what}"),
+    )  # fmt: skip
+
+
+def keep_for_group(group: Any, what: str, make: Callable[[Any], Any]) -> Any:
+    """Return the communicator of a part of a group, from ``make(store)`` at the first call; then kept for as long as the group
+    lives. ``what``: the part, in words."""
     with _lock:
-        known = _of_host.get(group)
+        known = _parts.setdefault(group, {}).get(what)
     if known is not None and not known.closed:
         return known
-    here = world.host_ranks
-    store = c10d.PrefixStore(f"zeropp/host of rank {here[0]}", c10d._get_process_group_store(group))
-    near = create(
-        store, here.index(world.rank), len(here), timeout_of(group), f"{_name_of(group)}, host of rank {here[0]}"
-    )
+    c10d = dist.distributed_c10d
+    part = make(c10d.PrefixStore(f"zeropp/{what}", c10d._get_process_group_store(group)))
     with _lock:
-        _of_host[group] = near
-    weakref.finalize(group, close, near)
-    return near
+        _parts[group][what] = part
+    weakref.finalize(group, close, part)
+    return part
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -182,7 +191,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         return dist.distributed_c10d.default_pg_timeout
 
 
-def _name_of(group: dist.ProcessGroup) -> str:
+def group_name(group: dist.ProcessGroup) -> str:
+    """Return the name of a group for messages."""
     return group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
 
 

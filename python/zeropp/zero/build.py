@@ -12,6 +12,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.comm.collective import broadcast
 from zeropp.comm.group import host_communicator
+from zeropp.comm.job import JobRanks
 from zeropp.config import Config
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read_ahead_bytes, tier_of
@@ -45,7 +46,7 @@ _RELEASED_CLASS = (None, ShardedGradParameter, ShardedGradParameter, Partitioned
 
 
 def make_engine(
-    model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, moments: tuple[str, ...],
+    model: nn.Module, plans: list[UnitPlan], config: Config, ranks: JobRanks, host_copy: bool, moments: tuple[str, ...],
     device: torch.device,
 ) -> Engine:  # fmt: skip
     """Return an engine with all its stores, and its units without values; collective. ``moments``: of its optimizer; ``device``: where
@@ -54,8 +55,9 @@ def make_engine(
     Raises:
         zeropp.TierError: a disk has no room; the model is as it was.
     """
-    core = _make_core(model, plans, config, comm, host_copy, device)
-    engine = Engine(config, comm, core, host_copy, device)
+    comm = ranks.data
+    core = _make_core(model, plans, config, ranks, host_copy, device)
+    engine = Engine(config, ranks, core, host_copy, device)
     if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
         engine.sharers = len(comm.host_ranks)
     engine.states = memory = MemoryStates()
@@ -83,13 +85,15 @@ def make_engine(
 
 
 def _make_core(
-    model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, device: torch.device
+    model: nn.Module, plans: list[UnitPlan], config: Config, ranks: JobRanks, host_copy: bool, device: torch.device
 ) -> Any:
     """Return the core in C with all units, sealed. Where hosts have copies of quantised weights, their ranks share one."""
+    comm = ranks.data
     share_reads = comm is not None and comm.hosts > 1 and config.stored_name is not None
     core = _C.Zero(
         config.stage,
         comm,
+        ranks.job,
         _prefetch_bytes(plans, config, comm, host_copy, device),
         config.bucket_bytes,
         config.accumulate,

@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zeropp.comm.collective import all_gather
+from zeropp.comm.collective import all_gather, exchange
+from zeropp.comm.job import JobRanks
 from zeropp.config import Config, LossScale
 from zeropp.efficiency.clock import Clock
 from zeropp.errors import ConfigError, Error
@@ -53,9 +54,12 @@ class StepStrategy(Part):
 
     def measure(self, engine: Engine) -> tuple[float, list[str]]:
         """Collective: return (squared norm of the gradients as they are held, the parameters and ranks with values that are not finite)."""
-        squares, bad = engine.core.norm()
-        who = [(engine.units[unit].params[index].names[0], bits) for unit, index, bits in bad]
-        return squares, origins(who, engine.ranks, known=engine.shard_device.type == "cpu")
+        squares, bad, of_job = engine.core.norm()
+        named = [(engine.units[unit].params[index].names[0], bits) for unit, index, bits in bad]
+        who = origins(named, engine.rank_names, known=engine.shard_device.type == "cpu")
+        if of_job and engine.job is not None:  # every data rank names the same
+            who = list(dict.fromkeys(name for names in exchange(engine.job, who) for name in names))
+        return squares, who
 
     def gradients_pending(self, engine: Engine) -> bool:
         """Return True if gradients were accumulated inside ``no_sync`` and not reduced. Equal on all ranks."""
@@ -63,7 +67,8 @@ class StepStrategy(Part):
 
     def collect_gradients(self, engine: Engine) -> bool:
         """Collective: return True if any rank has a gradient to step with."""
-        return bool(engine.core.collect_grads())
+        found = bool(engine.core.collect_grads())
+        return found if engine.job is None else any(engine.core.agree(int(found)))
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -157,8 +162,8 @@ class StepSchedule(Part):
 class Engine(ModelState):
     """The state of one prepared model. Held by its parameters and its optimizer, never by itself through the model."""
 
-    def __init__(self, config: Config, comm: Any, core: Any, host_copy: bool, device: torch.device) -> None:
-        super().__init__(config, comm, core, device)
+    def __init__(self, config: Config, ranks: JobRanks, core: Any, host_copy: bool, device: torch.device) -> None:
+        super().__init__(config, ranks, core, device)
         self.host_copy = host_copy
         self.clip_scale = 1.0
         chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
@@ -178,6 +183,11 @@ class Engine(ModelState):
     def parts(self) -> tuple[Part, ...]:
         """Return all that holds bytes of this model, in the order in which it is closed."""
         return (self.schedule, self.strategy, self.states, self.params, self.grads, self.activations)
+
+    @property
+    def rank_names(self) -> list[int]:
+        """Return what messages call the data ranks: their numbers in the job."""
+        return [0] if self.comm is None else list(self.comm.job_ranks)
 
     @property
     def steps_by_gradients(self) -> bool:

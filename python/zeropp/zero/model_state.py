@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from zeropp import _C
+from zeropp.comm.job import JobRanks
 from zeropp.config import Config, Tier
 from zeropp.zero.model.boxes import Boxes, whole_of
 
@@ -367,9 +368,11 @@ def shards_on_device(config: Config, device: torch.device) -> bool:
 class ModelState:
     """The state of one prepared model on this rank: the communicator, the units, and the stores of each kind of state."""
 
-    def __init__(self, config: Config, comm: Any, core: Any, device: torch.device) -> None:
+    def __init__(self, config: Config, ranks: JobRanks, core: Any, device: torch.device) -> None:
+        comm = ranks.data
         self.config = config
-        self.comm = comm
+        self.comm = comm  # of the ranks that partition the units; None: this rank alone
+        self.job = ranks.job  # of all ranks that step together; None: those of `comm`
         self.core = core
         self.rank: int = comm.rank if comm is not None else 0
         self.ranks: int = comm.ranks if comm is not None else 1

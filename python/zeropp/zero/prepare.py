@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zeropp import _C, compat
-from zeropp.comm.group import communicator
+from zeropp.comm import job
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
 from zeropp.efficiency import attach as efficiency
@@ -70,6 +69,15 @@ def prepare(
             differ between ranks, an optimizer that lacks parameters, ...
         zeropp.CommError: a rank died or did not come.
     """
+    return prepare_over(None, model, optimizer, config)
+
+
+def prepare_over(ranks: job.JobRanks | None, model: M, optimizer: Optimizer | None, config: Any) -> tuple[M, Any]:
+    """Do as :func:`prepare`, with the ranks that the caller names; None: those of the default group, all of them data ranks.
+
+    Ranks with other data ranks may prepare other models, such as the stages of a pipeline: units are partitioned and gradients averaged
+    over ``ranks.data``; norm, clipping, loss scale, skipped steps and votes are those of all of ``ranks.job``.
+    """
     _check_arguments(model, optimizer)
     raise_strays()
     if optimizer is not None and is_prepared(model):
@@ -82,18 +90,14 @@ def prepare(
     require_gpu(device, kernels=True)
     require_healthy(device)
     _check_model(model, config, device)
-    comm = _communicator()
-    check_accelerator(config, device, comm)
-    refuse_shared(device, comm, config.device is not None)
-    if comm is not None:
-        check_same_config(comm, config, optimizer)
-        if config.preflight:
-            preflight()
-    plans = _plan(model, optimizer, config, comm)
+    ranks = job.world() if ranks is None else ranks
+    comm = ranks.data
+    _check_ranks(ranks, config, optimizer, device)
+    plans = _plan(model, optimizer, config, ranks)
     meta.give_values(model, getattr(config.offload.params, "path", None))
     bring(model, device, set(ignored_parameters(model, config.ignored)))
     host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
-    engine = make_engine(model, plans, config, comm, host_copy, moments_of(optimizer), device)
+    engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
@@ -115,9 +119,10 @@ def _param_dtype(config: Config) -> torch.dtype | None:
     return None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
 
 
-def _plan(model: nn.Module, optimizer: Optimizer | None, config: Config, comm: Any) -> list[UnitPlan]:
+def _plan(model: nn.Module, optimizer: Optimizer | None, config: Config, ranks: job.JobRanks) -> list[UnitPlan]:
     """Return the units of a model; raise zeropp.ConfigError where they do not go with the options, or differ between ranks."""
-    facts = {**facts_of(config), **_host_facts(config, comm)}
+    comm = ranks.data
+    facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks)}
     compat.check(facts)
     efficiency.check(model, config)
     meta.check_draws(model)
@@ -232,6 +237,15 @@ def _check_arguments(model: Any, optimizer: Any) -> None:
     )
 
 
+def _check_ranks(ranks: job.JobRanks, config: Config, optimizer: Optimizer | None, device: torch.device) -> None:
+    check_accelerator(config, device, ranks.all)
+    refuse_shared(device, ranks.all, config.device is not None)
+    if ranks.all is not None:
+        check_same_config(ranks.all, config, optimizer)
+        if config.preflight:
+            preflight()
+
+
 def _host_facts(config: Config, comm: Any) -> dict[str, Any]:
     """Return how many ranks and hosts there are. Collective."""
     if comm is None:
@@ -242,6 +256,12 @@ def _host_facts(config: Config, comm: Any) -> dict[str, Any]:
         least, most = min(counts), max(counts)
         facts["ranks of a host"] = Named((least, most), f"{least} ranks on one host and {most} on another")
     return facts
+
+
+def _job_facts(ranks: job.JobRanks) -> dict[str, Any]:
+    """Return whether only some ranks of the job partition the model."""
+    every = None if ranks.job is None else ranks.job.ranks
+    return {} if every is None else {compat.JOB: Named(every, f"a model on some of {every} ranks")}
 
 
 def _check_model(model: nn.Module, config: Config, device: torch.device) -> None:
@@ -292,17 +312,6 @@ def _check_trained(plans: list[UnitPlan], facts: compat.Facts, dtype: torch.dtyp
     name = next((plan.names[0][0] for plan in plans if plan.trainable and plan.dtype == dtype), None)
     if name is not None:
         compat.check({**facts, **facts_of_parameter(name, dtype)})
-
-
-def _communicator() -> Any:
-    """Return the C communicator over whatever process group runs; None for one rank."""
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return None
-        dist.init_process_group("zeropp")
-    if dist.get_world_size() == 1:
-        return None
-    return communicator()
 
 
 # -- parameters that come too late ------------------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ def check_same_lines(comm: Any, lines: list[bytes], what: str) -> None:
     most = max(counts)
     if not most:
         return
+    names = comm.job_ranks
     table = gather_bytes(comm, b"".join(digests).ljust(8 * most, b"\0"))
     for rank, row in enumerate(table):
         if row == table[0]:
@@ -120,6 +121,7 @@ def check_same_lines(comm: Any, lines: list[bytes], what: str) -> None:
         line = lines[at] if at < len(lines) else f"(no more {what}s)".encode()
         seen = [b.rstrip(b"\0").decode(errors="replace") for b in gather_bytes(comm, line[:256].ljust(256, b"\0"))]
         raise ConfigError(
-            f"prepare: rank {rank}'s model differs from rank 0's: {what} {at} is {seen[rank]} there and {seen[0]} on rank 0; "
+            f"prepare: rank {names[rank]}'s model differs from rank {names[0]}'s: {what} {at} is {seen[rank]} there and {seen[0]} on "
+            f"rank {names[0]}; "
             "build the same model on every rank"
         )

@@ -246,6 +246,10 @@ class ZeroOptimizer(optim.Optimizer):
         if not engine.local:  # on one rank its own are all
             every = torch.empty(engine.ranks, dtype=torch.float64, device="cpu")
             all_gather(engine.comm, every, own)
+        if engine.job is not None:  # the first data rank speaks for all of them
+            own = every.max() if largest else every.sum() * (engine.rank == 0)
+            every = torch.empty(engine.job.ranks, dtype=torch.float64, device="cpu")
+            all_gather(engine.job, every, own)
         total = every.max() if largest else every.sum().pow(1 / p)
         return float(total) * engine.unscale
 

@@ -11,7 +11,7 @@ down; after ``interval`` good steps in a row it goes up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -150,25 +150,27 @@ class Scaler(NoScaler):
         self.overflow = []
 
 
-def origins(bad: Iterable[tuple[str, int]], ranks: int, known: bool = True) -> list[str]:
+def origins(bad: Iterable[tuple[str, int]], ranks: Sequence[int], known: bool = True) -> list[str]:
     """Return the parameters, each with the ranks whose gradients were not finite before the sum.
 
     Args:
         bad: (name, bits of the ranks) of each shard with such values, in the order of the shards.
+        ranks: the names of the ranks, in the order of the bits.
         known: False: the gradients of each rank were not looked at before the sum, so there are no bits.
     """
     found: dict[str, int] = {}
     for name, bits in bad:
         found[name] = found.get(name, 0) | bits
-    if known or ranks == 1:
+    if known or len(ranks) == 1:
         return [f"'{name}' ({_where(bits if known else 1, ranks)})" for name, bits in found.items()]
     return [f"'{name}' (on some rank, or in the sum)" for name in found]
 
 
-def _where(bits: int, ranks: int) -> str:
-    numbers = [rank for rank in range(_LAST_BIT + 1) if bits >> rank & 1]
+def _where(bits: int, ranks: Sequence[int]) -> str:
+    numbers = [at for at in range(_LAST_BIT + 1) if bits >> at & 1]
     if not numbers:
         return "finite on each rank, but not their sum"
-    names = [f"rank {rank}{' or above' if rank == _LAST_BIT and ranks > _LAST_BIT + 1 else ''}" for rank in numbers]
+    more = len(ranks) > _LAST_BIT + 1
+    names = [f"rank {ranks[at]}{' or above' if at == _LAST_BIT and more else ''}" for at in numbers]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    return f"{listed}{' before the sum' if ranks > 1 else ''}"
+    return f"{listed}{' before the sum' if len(ranks) > 1 else ''}"

@@ -99,7 +99,7 @@ class StepInBackward(StepSchedule):
             if engine.core.step_state()[1]
             else "nothing was stepped on this rank"
         )
-        (where,) = origins([(name, bad[2])], engine.ranks)
+        (where,) = origins([(name, bad[2])], engine.rank_names)
         raise Error(f"optimizer.step: the gradient of {where} is not finite; {what}")
 
     def drop(self, states: bool) -> None:
