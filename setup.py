@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds zeropp: every csrc/**/*.c becomes one extension, ``zeropp._C``.
 
-One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_avx512.c``, ``*_pclmul.c``), everything else is
+One rule, no list: a file's suffix decides its flags (``*_avx2.c``, ``*_neon.c``, ``*_clmul.c``), everything else is
 common. ``*_isa.c`` is compiled once for each instruction set (csrc/ops/isa.h). torch is not imported and not needed:
 what the extension uses of libtorch it looks up when it is imported. Python is used through its limited API, so one
 wheel (cp310-abi3) serves every Python >= 3.10.
@@ -48,15 +48,21 @@ COMMON += "-ffp-contract=off -fno-math-errno -pthread".split()
 RELEASE = "-O3 -DNDEBUG".split()
 AVX2 = "-mavx2 -mfma -mf16c".split()
 AVX512 = AVX2 + "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
-SUFFIX_FLAGS = {"_avx2.c": AVX2, "_avx512.c": AVX512, "_pclmul.c": ["-mpclmul"]}
+MACHINE = TARGET.partition("-")[0] or platform.machine().lower()
+IS_X86 = MACHINE in ("x86_64", "amd64")
+IS_ARM = MACHINE in ("aarch64", "arm64")
+# Files of instruction sets: those of this machine with their flags. Those of another are left out.
+ONE_ISA = ("_avx2.c", "_avx512.c", "_neon.c", "_clmul.c")
+X86_FLAGS = {"_avx2.c": AVX2, "_avx512.c": AVX512, "_clmul.c": ["-mpclmul"]}
+ARM_FLAGS: dict[str, list[str]] = {"_neon.c": [], "_clmul.c": ["-mcpu=generic+crc+aes"]}
+SUFFIX_FLAGS = X86_FLAGS if IS_X86 else ARM_FLAGS if IS_ARM else {}
 ISA_SUFFIX = "_isa.c"
 ISA_FLAGS = {
     "scalar": ["-DZPP_ISA=scalar", "-DZPP_LANES=1"],
-    "avx2": [*AVX2, "-DZPP_ISA=avx2", "-DZPP_LANES=16"],
-    "avx512": [*AVX512, "-DZPP_ISA=avx512", "-DZPP_LANES=16"],
+    **({"avx2": [*AVX2, "-DZPP_ISA=avx2", "-DZPP_LANES=16"]} if IS_X86 else {}),
+    **({"avx512": [*AVX512, "-DZPP_ISA=avx512", "-DZPP_LANES=16"]} if IS_X86 else {}),
+    **({"neon": ["-DZPP_ISA=neon", "-DZPP_LANES=16"]} if IS_ARM else {}),
 }
-MACHINE = TARGET.partition("-")[0] or platform.machine().lower()
-IS_X86 = MACHINE in ("x86_64", "amd64")
 
 GPU_CODE = (75, 80, 90, 100, 120)  # machine code for these, and PTX of the last for what comes after
 # `ptxas -v` reports a kernel on two lines.
@@ -83,13 +89,14 @@ def version() -> str:
 def c_sources() -> list[Path]:
     """Every C file of csrc/, in a fixed order; files of instruction sets that this architecture lacks are left out."""
     found = sorted(CSRC.rglob("*.c"))
-    return found if IS_X86 else [path for path in found if not path.name.endswith(tuple(SUFFIX_FLAGS))]
+    others = tuple(suffix for suffix in ONE_ISA if suffix not in SUFFIX_FLAGS)
+    return [path for path in found if not path.name.endswith(others)]
 
 
 def variants(path: Path) -> dict[str, list[str]]:
     """Return the flags of each object that a C file is compiled to, by the name of its instruction set, "" for one."""
     if path.name.endswith(ISA_SUFFIX):
-        return {isa: flags for isa, flags in ISA_FLAGS.items() if IS_X86 or isa == "scalar"}
+        return ISA_FLAGS
     return {"": next((flags for suffix, flags in SUFFIX_FLAGS.items() if path.name.endswith(suffix)), [])}
 
 

@@ -10,9 +10,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-void zpp_convert_bf16_to_f32_avx2(void *dst, const void *src, size_t elems);
-void zpp_convert_f32_to_bf16_avx2(void *dst, const void *src, size_t elems);
-void zpp_convert_f16_to_f32_avx2(void *dst, const void *src, size_t elems);
-void zpp_convert_f32_to_f16_avx2(void *dst, const void *src, size_t elems);
+#define ZPP_CONVERT_DECLARE(isa)                                                        \
+    void zpp_convert_bf16_to_f32_##isa(void *dst, const void *src, size_t elems);       \
+    void zpp_convert_f32_to_bf16_##isa(void *dst, const void *src, size_t elems);       \
+    void zpp_convert_f16_to_f32_##isa(void *dst, const void *src, size_t elems);        \
+    void zpp_convert_f32_to_f16_##isa(void *dst, const void *src, size_t elems)
+
+ZPP_CONVERT_DECLARE(avx2);
+ZPP_CONVERT_DECLARE(neon);
 
 #endif

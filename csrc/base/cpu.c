@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * CPU levels: cpu.h. CPUID lists the instruction sets; XGETBV lists the registers that the operating system saves at a
- * context switch, without which the instructions fault or lose their values. This file is built for the baseline.
+ * context switch, without which the instructions fault or lose their values. On Arm the kernel says both in one word.
+ * This file is built for the baseline.
  */
 #include "cpu.h"
 
@@ -11,13 +12,21 @@
 
 #if ZPP_CPU_X86
 #include <cpuid.h>
-#endif
-
 static const char *const level_names[ZPP_CPU_LEVELS] = {"scalar", "avx2", "avx512"};
+#define LEVEL_NAMES "scalar, avx2 or avx512"
+#elif ZPP_CPU_ARM
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+static const char *const level_names[ZPP_CPU_LEVELS] = {"scalar", "neon"};
+#define LEVEL_NAMES "scalar or neon"
+#else
+static const char *const level_names[ZPP_CPU_LEVELS] = {"scalar"};
+#define LEVEL_NAMES "scalar: this architecture has no other"
+#endif
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static enum zpp_cpu_level detected = ZPP_CPU_SCALAR, chosen = ZPP_CPU_SCALAR;
-static bool pclmul;
+static struct zpp_cpu_extras extras;
 static struct zpp_err bad_choice = ZPP_ERR_INIT;
 
 #if ZPP_CPU_X86
@@ -42,19 +51,26 @@ static enum zpp_cpu_level detect(void) {
     return has_avx512 ? ZPP_CPU_AVX512 : ZPP_CPU_AVX2;
 }
 
-static bool detect_pclmul(void) {
+static struct zpp_cpu_extras detect_extras(void) {
     uint32_t eax, ebx, ecx, edx;
-    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_PCLMUL);
+    return (struct zpp_cpu_extras){.clmul = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_PCLMUL)};
+}
+#elif ZPP_CPU_ARM
+static enum zpp_cpu_level detect(void) { return ZPP_CPU_NEON; }
+static struct zpp_cpu_extras detect_extras(void) {
+    const unsigned long has = getauxval(AT_HWCAP), crc = HWCAP_PMULL | HWCAP_CRC32;
+    enum { BF16 = 1 << 14 }; /* HWCAP2_BF16, which headers of glibc 2.28 lack */
+    return (struct zpp_cpu_extras){.clmul = (has & crc) == crc, .bf16 = (getauxval(AT_HWCAP2) & BF16) != 0};
 }
 #else
 static enum zpp_cpu_level detect(void) { return ZPP_CPU_SCALAR; }
-static bool detect_pclmul(void) { return false; }
+static struct zpp_cpu_extras detect_extras(void) { return (struct zpp_cpu_extras){0}; }
 #endif
 
 static void read_once(void) {
     chosen = detected = detect();
     const char *wanted = getenv("ZEROPP_CPU");
-    pclmul = detect_pclmul() && !(wanted && strcmp(wanted, level_names[ZPP_CPU_SCALAR]) == 0);
+    if (!wanted || strcmp(wanted, level_names[ZPP_CPU_SCALAR]) != 0) extras = detect_extras();
     if (!wanted || !wanted[0]) return;
     for (int level = 0; level < ZPP_CPU_LEVELS; ++level) {
         if (strcmp(wanted, level_names[level]) != 0) continue;
@@ -67,7 +83,7 @@ static void read_once(void) {
         }
         return;
     }
-    zpp_fail(&bad_choice, ZPP_INVALID, "ZEROPP_CPU=%.100s: wanted scalar, avx2 or avx512", wanted);
+    zpp_fail(&bad_choice, ZPP_INVALID, "ZEROPP_CPU=%.100s: wanted " LEVEL_NAMES, wanted);
 }
 
 enum zpp_cpu_level zpp_cpu_level(void) {
@@ -80,9 +96,9 @@ enum zpp_cpu_level zpp_cpu_detected(void) {
     return detected;
 }
 
-bool zpp_cpu_has_pclmul(void) {
+struct zpp_cpu_extras zpp_cpu_extras(void) {
     pthread_once(&once, read_once);
-    return pclmul;
+    return extras;
 }
 
 zpp_status zpp_cpu_check(struct zpp_err *err) {

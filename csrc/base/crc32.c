@@ -51,19 +51,24 @@ uint32_t zpp_crc32_by_tables(uint32_t state, void *to, const void *from, size_t 
 }
 
 static uint32_t sum(uint32_t crc, void *to, const void *from, size_t bytes) {
+    uint32_t (*finish)(uint32_t state, void *to, const void *from, size_t bytes) = zpp_crc32_by_tables;
     uint32_t state = ~crc;
     size_t folded = 0;
-#if ZPP_CPU_X86
-    if (bytes >= 64 && zpp_cpu_has_pclmul()) {
+#if ZPP_CPU_X86 || ZPP_CPU_ARM
+    const bool fast = zpp_cpu_extras().clmul;
+#if ZPP_CPU_ARM
+    if (fast) finish = zpp_crc32_by_words;
+#endif
+    if (bytes >= 64 && fast) {
         folded = bytes & ~(size_t)15;
         unsigned char rest[16];
         zpp_crc32_fold(state, to, from, folded, rest);
-        state = zpp_crc32_by_tables(0, NULL, rest, sizeof rest);
+        state = finish(0, NULL, rest, sizeof rest);
     }
 #endif
     if (bytes == folded) return ~state;
     char *const rest_to = to ? (char *)to + folded : NULL;
-    return ~zpp_crc32_by_tables(state, rest_to, (const char *)from + folded, bytes - folded);
+    return ~finish(state, rest_to, (const char *)from + folded, bytes - folded);
 }
 
 uint32_t zpp_crc32(uint32_t crc, const void *data, size_t bytes) { return sum(crc, NULL, data, bytes); }

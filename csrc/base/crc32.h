@@ -23,9 +23,11 @@ uint32_t zpp_crc32(uint32_t crc, const void *data, size_t bytes);
 uint32_t zpp_crc32_copy(uint32_t crc, void *restrict to, const void *restrict from, size_t bytes);
 
 /* The two versions, for tests and crc32.c. With `to` NULL nothing is copied. The state is the sum with its bits
- * flipped. zpp_crc32_fold needs zpp_cpu_has_pclmul and takes a multiple of 16 bytes, 64 or more. It leaves 16 bytes in
- * `rest`: the state after all bytes is zpp_crc32_by_tables(0, NULL, rest, 16). */
+ * flipped. zpp_crc32_fold needs zpp_cpu_extras().clmul and takes a multiple of 16 bytes, 64 or more. It leaves 16 bytes
+ * in `rest`: the state after all bytes is zpp_crc32_by_tables(0, NULL, rest, 16). */
 uint32_t zpp_crc32_by_tables(uint32_t state, void *to, const void *from, size_t bytes);
+/* On aarch64, with the CRC32 instructions; it needs zpp_cpu_extras().clmul. */
+uint32_t zpp_crc32_by_words(uint32_t state, void *to, const void *from, size_t bytes);
 void zpp_crc32_fold(uint32_t state, void *to, const void *from, size_t bytes, unsigned char rest[16]);
 
 #endif

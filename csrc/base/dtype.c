@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Element types and their conversion (dtype.h). Training converts between fp32 and the 16-bit types: these four pairs
- * have an AVX2 version (convert_avx2.c). Every other pair goes through double or int64, element by element.
+ * have an AVX2 and a NEON version (convert_*.c). Every other pair goes through double or int64, element by element.
  */
 #include "dtype.h"
 
@@ -149,6 +149,8 @@ static void f32_to_f16(void *dst, const void *src, size_t elems) { narrow(dst, s
 
 #if ZPP_CPU_X86
 #define PAIR(name) name, zpp_convert_##name##_avx2
+#elif ZPP_CPU_ARM
+#define PAIR(name) name, zpp_convert_##name##_neon
 #else
 #define PAIR(name) name, name
 #endif
@@ -156,7 +158,7 @@ static void f32_to_f16(void *dst, const void *src, size_t elems) { narrow(dst, s
 static const struct pair {
     zpp_dtype src_dtype, dst_dtype;
     void (*scalar)(void *dst, const void *src, size_t elems);
-    void (*avx2)(void *dst, const void *src, size_t elems);
+    void (*vectors)(void *dst, const void *src, size_t elems);
 } pairs[] = {
     {ZPP_BF16, ZPP_F32, PAIR(bf16_to_f32)},
     {ZPP_F32, ZPP_BF16, PAIR(f32_to_bf16)},
@@ -173,7 +175,7 @@ void zpp_convert(void *dst, zpp_dtype dst_dtype, const void *src, zpp_dtype src_
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; ++i) {
         const struct pair *pair = &pairs[i];
         if (pair->src_dtype != src_dtype || pair->dst_dtype != dst_dtype) continue;
-        (zpp_cpu_level() >= ZPP_CPU_AVX2 ? pair->avx2 : pair->scalar)(dst, src, elems);
+        (zpp_cpu_level() > ZPP_CPU_SCALAR ? pair->vectors : pair->scalar)(dst, src, elems);
         return;
     }
     convert_any(dst, dst_dtype, src, src_dtype, elems);

@@ -36,7 +36,7 @@ static PyObject *cpu_detected(PyObject *module, PyObject *none) {
 static PyObject *kernels(PyObject *module, PyObject *none) {
     (void)module, (void)none;
     static const char *const ops[] = { "adam", "adagrad", "lion", "sgd", "norm", "quant", "moments", "onebit" };
-    const int levels = ZPP_CPU_X86 ? ZPP_CPU_LEVELS : ZPP_CPU_AVX2; /* that this build has, of every op */
+    const int levels = ZPP_CPU_LEVELS; /* that this build has, of every op */
     PyObject *table = PyList_New(0);
     for (int row = 0; table && row < levels * (int)(sizeof ops / sizeof ops[0]); ++row) {
         const enum zpp_cpu_level level = (enum zpp_cpu_level)(row % levels);
@@ -205,8 +205,8 @@ static PyObject *stray_take(PyObject *module, PyObject *unused) {
 
 static PyMethodDef methods[] = {
     {"cpu_level", cpu_level, METH_NOARGS,
-     "cpu_level()\n--\n\nInstruction sets in use, 'scalar', 'avx2' or 'avx512': the machine's, or what ZEROPP_CPU "
-     "says."},
+     "cpu_level()\n--\n\nInstruction sets in use, 'scalar', 'avx2', 'avx512' or 'neon': the machine's, or what "
+     "ZEROPP_CPU says."},
     {"cpu_detected", cpu_detected, METH_NOARGS, "cpu_detected()\n--\n\nInstruction sets that this machine has."},
     {"kernels", kernels, METH_NOARGS,
      "kernels()\n--\n\nCPU kernels in this build: (op, instruction sets, whether it can run here)."},

@@ -19,6 +19,8 @@ const struct zpp_sum_kernels *zpp_sum_kernels(void) {
     case ZPP_CPU_AVX2: return &zpp_sum_avx2;
     default: break;
     }
+#elif ZPP_CPU_ARM
+    if (zpp_cpu_level() == ZPP_CPU_NEON) return &zpp_sum_neon;
 #endif
     return &zpp_sum_scalar;
 }

@@ -44,9 +44,7 @@ static inline struct zpp_sum_seen zpp_sum_seen(uint32_t largest_result, uint32_t
                                   .replaced_nonfinite = largest_replaced >= ZPP_SUM_INFINITE };
 }
 extern const struct zpp_sum_kernels zpp_sum_scalar;
-#if defined(__x86_64__)
-extern const struct zpp_sum_kernels zpp_sum_avx2, zpp_sum_avx512;
-#endif
+extern const struct zpp_sum_kernels zpp_sum_avx2, zpp_sum_avx512, zpp_sum_neon; /* where cpu.h has the level */
 const struct zpp_sum_kernels *zpp_sum_kernels(void); /* the best of this CPU */
 
 /* Return INVALID, with a message, for bit operations on floating point and for avg of integers. */

@@ -6,21 +6,10 @@
 #define ZPP_OPS_EXP_VEC16_H
 
 #include "exp.h"
-#include "vec16.h"
+#include "words16.h"
 
 /* 2^n, where `shifted` has n in its low bits. */
-#if defined(__AVX512F__)
-V16_FN v16 v16_power(v16 shifted) {
-    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
-}
-#else
-V16_FN __m256 v8_power(__m256 shifted) {
-    const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
-}
-V16_FN v16 v16_power(v16 shifted) { return V16_BOTH(v8_power(shifted.lo), v8_power(shifted.hi)); }
-#endif
+V16_FN v16 v16_power(v16 shifted) { return w16_float(w16_shl(w16_add(w16_of(shifted), w16_set1(127)), 23)); }
 
 V16_FN v16 v16_exp(v16 x) {
     x = v16_max(v16_set1(ZPP_EXP_LEAST), x); /* in this order a NaN stays one */

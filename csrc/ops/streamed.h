@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The end of streamed stores.
+ * The end of streamed stores. On Arm they are plain stores, which a release orders.
  */
 #ifndef ZPP_OPS_STREAMED_H
 #define ZPP_OPS_STREAMED_H

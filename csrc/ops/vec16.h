@@ -1,23 +1,38 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Sixteen fp32 lanes, spelled once for AVX2 (two registers) and AVX-512 (one), so that a kernel's vector text stands
- * once and both files of it only include it. Included by files of one instruction set only. Every function does what
- * its scalar counterpart does, with the same bits; nothing here fuses a multiply and an add but v16_fma, as fmaf does.
+ * Sixteen fp32 lanes, spelled once for AVX2 (two registers), AVX-512 (one) and NEON (four, vec16_neon.h), so that a
+ * kernel's vector text stands once and is compiled for each. Included by files of one instruction set only. Every
+ * function does what its scalar counterpart does, with the same bits; nothing here fuses a multiply and an add but
+ * v16_fma, as fmaf does. h16 are sixteen 16-bit elements, b16 sixteen bytes.
  *
  * 16-bit dtypes convert as zpp_bf16_from_f32 and zpp_f16_from_f32 do (AVX512_BF16 flushes subnormals: not used).
  */
 #ifndef ZPP_OPS_VEC16_H
 #define ZPP_OPS_VEC16_H
 
-#include <immintrin.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "../base/dtype.h"
+#include "isa.h"
 
 #define V16_FN static inline __attribute__((always_inline, unused))
 enum { V16_LANES = 16 };
+
+#if ZPP_ISA_NEON
+#include "vec16_neon.h"
+#else
+#include <immintrin.h>
+
+typedef __m256i h16;
+typedef __m128i b16;
+V16_FN h16 h16_load(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
+V16_FN void h16_store(void *to, h16 a) { _mm256_storeu_si256((__m256i *)to, a); }
+V16_FN void h16_stream(void *to, h16 a) { _mm256_stream_si256((__m256i *)to, a); } /* aligned to 32 bytes */
+V16_FN b16 b16_load(const void *from) { return _mm_loadu_si128((const __m128i *)from); }
+V16_FN void b16_store(void *to, b16 a) { _mm_storeu_si128((__m128i *)to, a); }
+#endif
 
 #if defined(__AVX512F__)
 
@@ -110,7 +125,7 @@ V16_FN __m256i v16_to_bf16(v16 a) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16));
 }
 
-#else
+#elif !ZPP_ISA_NEON
 
 typedef struct { __m256 lo, hi; } v16;
 #define V16_BOTH(expression_lo, expression_hi) ((v16){(expression_lo), (expression_hi)})
@@ -281,20 +296,20 @@ V16_FN __m256i v16_to_bf16(v16 a) { return v16_unlace(_mm256_packus_epi32(v8_bf1
 /* Sixteen elements from index i of an array of F32, BF16 or F16. `dtype` is a constant where this is inlined. */
 V16_FN v16 v16_load_as(const void *from, size_t i, const zpp_dtype dtype) {
     if (dtype == ZPP_F32) return v16_load((const float *)from + i);
-    const __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)from + i));
+    const h16 half = h16_load((const uint16_t *)from + i);
     return dtype == ZPP_F16 ? v16_from_f16(half) : v16_from_bf16(half);
 }
 
 V16_FN void v16_store_as(void *to, size_t i, const zpp_dtype dtype, v16 a) {
     if (dtype == ZPP_F32) v16_store((float *)to + i, a);
-    else _mm256_storeu_si256((__m256i *)((uint16_t *)to + i), dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a));
+    else h16_store((uint16_t *)to + i, dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a));
 }
 
 /* The same past the cache, for what nobody reads soon; the place is aligned to 64 (F32) or 32 bytes, and the caller
- * ends with _mm_sfence(): streamed stores are weakly ordered. */
+ * ends with zpp_streamed(). */
 V16_FN void v16_stream_as(void *to, size_t i, const zpp_dtype dtype, v16 a) {
     if (dtype == ZPP_F32) v16_stream((float *)to + i, a);
-    else _mm256_stream_si256((__m256i *)((uint16_t *)to + i), dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a));
+    else h16_stream((uint16_t *)to + i, dtype == ZPP_F16 ? v16_to_f16(a) : v16_to_bf16(a));
 }
 
 /* Elements of an array of F32, BF16 or F16 from index i to the next multiple of 64 bytes. */

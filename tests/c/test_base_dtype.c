@@ -82,7 +82,12 @@ static void rounds_to_nearest_even(void) {
     CHECK_EQUAL(zpp_bf16_from_f32(of_bits(0x7f7fffff)), 0x7f80);
 }
 
+#if ZPP_CPU_X86 || ZPP_CPU_ARM
 #if ZPP_CPU_X86
+#define VECTORS(name) zpp_convert_##name##_avx2
+#else
+#define VECTORS(name) zpp_convert_##name##_neon
+#endif
 static uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -101,10 +106,11 @@ static void vectors_give_the_scalar_bits(void) {
     enum { ELEMS = 4099 };
     static float wide[ELEMS], wide_seen[ELEMS];
     static uint16_t narrow[ELEMS], seen[ELEMS];
-    if (zpp_cpu_detected() < ZPP_CPU_AVX2) {
-        printf("skipped, this machine has no avx2: ");
+    if (zpp_cpu_detected() == ZPP_CPU_SCALAR) {
+        printf("skipped, this machine has no vectors: ");
         return;
     }
+    printf("%s, ", zpp_cpu_extras().bf16 ? "bf16 by its instruction" : "bf16 by hand");
     for (int round = 0; round < 200; ++round) {
         const size_t elems = round < 40 ? (size_t)round : ELEMS - random_bits() % 16;
         for (size_t i = 0; i < elems; ++i) {
@@ -113,13 +119,13 @@ static void vectors_give_the_scalar_bits(void) {
             if (i % 2) wide[i] = (float)((int)random_bits()) * 0x1p-44f;
             narrow[i] = (uint16_t)random_bits();
         }
-        zpp_convert_f32_to_bf16_avx2(seen, wide, elems);
+        VECTORS(f32_to_bf16)(seen, wide, elems);
         for (size_t i = 0; i < elems; ++i) CHECK_EQUAL(seen[i], zpp_bf16_from_f32(wide[i]));
-        zpp_convert_f32_to_f16_avx2(seen, wide, elems);
+        VECTORS(f32_to_f16)(seen, wide, elems);
         for (size_t i = 0; i < elems; ++i) CHECK_EQUAL(seen[i], zpp_f16_from_f32(wide[i]));
-        zpp_convert_bf16_to_f32_avx2(wide_seen, narrow, elems);
+        VECTORS(bf16_to_f32)(wide_seen, narrow, elems);
         for (size_t i = 0; i < elems; ++i) CHECK_EQUAL(bits_of(wide_seen[i]), bits_of(zpp_bf16_to_f32(narrow[i])));
-        zpp_convert_f16_to_f32_avx2(wide_seen, narrow, elems);
+        VECTORS(f16_to_f32)(wide_seen, narrow, elems);
         for (size_t i = 0; i < elems; ++i) CHECK_EQUAL(bits_of(wide_seen[i]), bits_of(zpp_f16_to_f32(narrow[i])));
     }
 }
@@ -160,7 +166,7 @@ int main(int argc, char **argv) {
         TEST(every_f16_widens_exactly),
         TEST(every_16_bit_value_survives_the_round_trip),
         TEST(rounds_to_nearest_even),
-#if ZPP_CPU_X86
+#if ZPP_CPU_X86 || ZPP_CPU_ARM
         TEST(vectors_give_the_scalar_bits),
 #endif
         TEST(any_pair_keeps_small_integers),

@@ -61,7 +61,7 @@ def test_a_missing_driver_is_a_row_and_not_a_traceback() -> None:
 def test_a_wrong_cpu_level_is_refused_at_import() -> None:
     done = run("env", ZEROPP_CPU="avx3")
     assert done.returncode != 0
-    assert "ValueError: ZEROPP_CPU=avx3: wanted scalar, avx2 or avx512" in done.stderr
+    assert "ValueError: ZEROPP_CPU=avx3: wanted scalar" in done.stderr
 
 
 def test_versions_read_as_people_write_them() -> None:

@@ -103,7 +103,7 @@ def test_loads_in_other_pythons(unpacked: Path) -> None:
         pytest.skip("no other Python >= 3.10 is installed")
     for python in pythons:
         lines = call(python, "-c", LOAD, unpacked / "zeropp" / "_C.abi3.so").splitlines()
-        assert re.fullmatch(r"[\d.]+ (scalar|avx2|avx512)", lines[0]), (python, lines)
+        assert re.fullmatch(r"[\d.]+ (scalar|avx2|avx512|neon)", lines[0]), (python, lines)
         if len(lines) > 1:  # no torch there
             assert "torch" in lines[1], (python, lines)
 

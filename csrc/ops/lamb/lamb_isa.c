@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 #include "../element.h"
+#include "../streamed.h"
 
 #if ZPP_LANES == 1
 
@@ -75,7 +76,7 @@ LANES_FN size_t move_turns(const struct zpp_lamb_segment *segment, const struct 
         v16_store(s.param + i, p);
         if (out_dtype != NONE) v16_stream_as(s.param_out, i, out_dtype, p);
     }
-    if (out_dtype != NONE) _mm_sfence(); /* streamed stores are weakly ordered: later flags must not overtake */
+    if (out_dtype != NONE) zpp_streamed();
     return i;
 }
 

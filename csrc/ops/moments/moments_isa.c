@@ -50,7 +50,7 @@ static void decode_bf16(const uint16_t *codes, float *values, size_t elems) {
 }
 
 /* To bf16: bits plus random ones, cut off; a NaN made quiet. */
-V16_FN __m256i to_bf16_vec(v16 value, w16 random) {
+V16_FN h16 to_bf16_vec(v16 value, w16 random) {
     const w16 bits = w16_of(value), magnitude = w16_and(bits, w16_set1(ZPP_MOMENTS_ABS));
     const w16 quiet = w16_or(bits, w16_set1(0x00400000u));
     const w16 moved = w16_add(bits, random);
@@ -62,8 +62,8 @@ static void encode_bf16(const float *values, uint16_t *codes, size_t elems, stru
     for (; i + V16_LANES <= elems; i += V16_LANES) {
         const v16 value = v16_load(values + i);
         const w16 index = w16_add(w16_set1(dice.index + (uint32_t)i), w16_places());
-        const __m256i code = dice.nearest ? v16_to_bf16(value) : to_bf16_vec(value, random_vec(dice.key, index));
-        _mm256_storeu_si256((__m256i *)(codes + i), code);
+        const h16 code = dice.nearest ? v16_to_bf16(value) : to_bf16_vec(value, random_vec(dice.key, index));
+        h16_store(codes + i, code);
     }
     zpp_moments_encode_bf16_tail(values, codes, i, elems, &dice);
 }
@@ -84,7 +84,7 @@ V16_FN v16 value_vec(w16 code, v16 scale, const uint32_t k) {
 V16_FN void decode_vec(const uint8_t *codes, float scale, const uint32_t k, float *values, size_t elems) {
     size_t i = 0;
     for (; i + V16_LANES <= elems; i += V16_LANES) {
-        const w16 code = w16_from_u8(_mm_loadu_si128((const __m128i *)(codes + i)));
+        const w16 code = w16_from_u8(b16_load(codes + i));
         v16_store(values + i, value_vec(code, v16_set1(scale), k));
     }
     zpp_moments_decode_int8_tail(codes, scale, k, values, i, elems);
@@ -131,8 +131,7 @@ V16_FN void encode_vec(const float *values, uint8_t *codes, float inverse, const
     for (; i + V16_LANES <= elems; i += V16_LANES) {
         const w16 index = w16_add(w16_set1(dice->index + (uint32_t)i), w16_places());
         const w16 random = nearest ? w16_set1(ZPP_MOMENTS_HALF) : random_vec(dice->key, index);
-        _mm_storeu_si128((__m128i *)(codes + i),
-                         w16_to_u8(code_vec(v16_load(values + i), v16_set1(inverse), k, random)));
+        b16_store(codes + i, w16_to_u8(code_vec(v16_load(values + i), v16_set1(inverse), k, random)));
     }
     zpp_moments_encode_int8_tail(values, codes, inverse, k, i, elems, dice);
 }

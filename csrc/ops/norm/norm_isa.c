@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The sum of squares of one block, compiled once for each instruction set. The 32 lanes are four registers of eight
- * doubles with AVX-512 and eight of four with AVX2, enough to hide the latency of an addition.
+ * doubles with AVX-512, eight of four with AVX2 and sixteen of two with NEON, enough to hide the latency of an
+ * addition.
  */
 #include "kernels.h"
 
@@ -25,12 +26,41 @@ static double block(const void *data, zpp_dtype dtype, size_t elems) {
 
 #else
 
+#if ZPP_ISA_NEON
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 enum { LANES = ZPP_NORM_LANES, GROUPS = LANES / 8 };
 
 #define INLINE static inline __attribute__((always_inline))
 
+#if ZPP_ISA_NEON
+typedef struct { float64x2_t at[4]; } v8d;
+typedef struct { float32x4_t low, high; } v8f;
+INLINE v8d v8d_zero(void) {
+    const float64x2_t zero = vdupq_n_f64(0.0);
+    return (v8d){ { zero, zero, zero, zero } };
+}
+INLINE void v8d_store(double *to, v8d a) {
+    for (int k = 0; k < 4; ++k) vst1q_f64(to + 2 * k, a.at[k]);
+}
+INLINE v8d v8d_add_squares(v8d sums, v8f values) {
+    const float64x2_t x[4] = { vcvt_f64_f32(vget_low_f32(values.low)), vcvt_high_f64_f32(values.low),
+                               vcvt_f64_f32(vget_low_f32(values.high)), vcvt_high_f64_f32(values.high) };
+    for (int k = 0; k < 4; ++k) sums.at[k] = vfmaq_f64(sums.at[k], x[k], x[k]);
+    return sums;
+}
+INLINE v8f load_eight(const void *data, size_t i, const zpp_dtype dtype) {
+    if (dtype == ZPP_F32) return (v8f){ vld1q_f32((const float *)data + i), vld1q_f32((const float *)data + i + 4) };
+    const uint16x8_t half = vld1q_u16((const uint16_t *)data + i);
+    const float16x8_t floats = vreinterpretq_f16_u16(half);
+    if (dtype == ZPP_F16) return (v8f){ vcvt_f32_f16(vget_low_f16(floats)), vcvt_high_f32_f16(floats) };
+    return (v8f){ vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(half), 16)),
+                  vreinterpretq_f32_u32(vshll_high_n_u16(half, 16)) };
+}
+#else
 #if defined(__AVX512F__)
 typedef __m512d v8d;
 INLINE v8d v8d_zero(void) { return _mm512_setzero_pd(); }
@@ -56,6 +86,7 @@ INLINE __m256 load_eight(const void *data, size_t i, const zpp_dtype dtype) {
     if (dtype == ZPP_F16) return _mm256_cvtph_ps(half);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
+#endif
 
 INLINE double block_of(const void *data, size_t elems, const zpp_dtype dtype) {
     v8d sums[GROUPS]; /* lanes 8g..8g+7 */

@@ -11,6 +11,7 @@
 #include "optim_kernels.h"
 
 #include "../element.h"
+#include "../streamed.h"
 
 typedef lanes (*update_fn)(const union zpp_optim_consts *consts, lanes g, lanes p, lanes *x, const uint32_t options);
 
@@ -78,7 +79,7 @@ LANES_FN size_t turns(const struct zpp_optim_segment *segment, const union zpp_o
             v16_store_as(s.param_out, i + V16_LANES, out_dtype, high);
         }
     }
-    if (out_dtype != NONE && stream) _mm_sfence(); /* streamed stores are weakly ordered: flags must not overtake */
+    if (out_dtype != NONE && stream) zpp_streamed();
     return i;
 }
 

@@ -36,57 +36,30 @@ static void decode(enum zpp_fp8_format format, float scale, const uint8_t *codes
 #else
 
 #include "../element.h"
-#include "../vec16.h"
+#include "../words16.h"
 #include "fp8_body.h"
 
-/* Integers as the bits of v16. */
-#if defined(__AVX512F__)
-#define BITS_OF(a) _mm512_castps_si512(a)
-V16_FN __m128i encode_sixteen(const struct zpp_fp8_kind kind, v16 x) {
-    const int drop = 23 - kind.mantissa_bits;
-    const v16 a = v16_min(v16_abs(x), v16_set1(kind.most));
-    const __m512i bits = BITS_OF(a), one = _mm512_set1_epi32(1);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, (unsigned)drop), one);
-    const __m512i even = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32((1 << (drop - 1)) - 1)), odd);
-    const __m512i normal = _mm512_sub_epi32(_mm512_srli_epi32(even, (unsigned)drop),
-                                            _mm512_set1_epi32((127 - kind.bias) << kind.mantissa_bits));
-    const __m512i subnormal = _mm512_sub_epi32(BITS_OF(v16_add(a, v16_set1(kind.shift))),
-                                               BITS_OF(v16_set1(kind.shift)));
-    const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(BITS_OF(x), 24), _mm512_set1_epi32(0x80));
-    const __mmask16 is_normal = _mm512_cmp_ps_mask(a, v16_set1(kind.least_normal), _CMP_GE_OQ);
-    return _mm512_cvtepi32_epi8(_mm512_or_si512(sign, _mm512_mask_blend_epi32(is_normal, subnormal, normal)));
+/* Positive floats are ordered as their bits, so integers decide which lanes are subnormal. */
+V16_FN b16 encode_sixteen(const struct zpp_fp8_kind kind, v16 x) {
+    const unsigned int drop = 23u - (unsigned int)kind.mantissa_bits;
+    const v16 a = v16_min(v16_abs(x), v16_set1(kind.most)), shift = v16_set1(kind.shift);
+    const w16 bits = w16_of(a), odd = w16_and(w16_shr(bits, drop), w16_set1(1));
+    const w16 even = w16_add(w16_add(bits, w16_set1((1u << (drop - 1)) - 1)), odd);
+    const w16 normal = w16_sub(w16_shr(even, drop), w16_set1((uint32_t)(127 - kind.bias) << kind.mantissa_bits));
+    const w16 subnormal = w16_sub(w16_of(v16_add(a, shift)), w16_of(shift));
+    const w16 sign = w16_and(w16_shr(w16_of(x), 24), w16_set1(0x80));
+    const w16 least = w16_of(v16_set1(kind.least_normal));
+    return w16_to_u8(w16_or(sign, w16_if_greater(least, bits, subnormal, normal)));
 }
-#else
-#define BITS_OF(a) _mm256_castps_si256(a)
-V16_FN __m256i encode_eight(const struct zpp_fp8_kind kind, __m256 x) { /* a code in each of eight 32-bit lanes */
-    const int drop = 23 - kind.mantissa_bits;
-    const __m256 magnitude = _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MAX)));
-    const __m256 a = _mm256_min_ps(magnitude, _mm256_set1_ps(kind.most)), shift = _mm256_set1_ps(kind.shift);
-    const __m256i bits = BITS_OF(a), one = _mm256_set1_epi32(1);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, drop), one);
-    const __m256i even = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32((1 << (drop - 1)) - 1)), odd);
-    const __m256i normal = _mm256_sub_epi32(_mm256_srli_epi32(even, drop),
-                                            _mm256_set1_epi32((127 - kind.bias) << kind.mantissa_bits));
-    const __m256i subnormal = _mm256_sub_epi32(BITS_OF(_mm256_add_ps(a, shift)), BITS_OF(shift));
-    const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(BITS_OF(x), 24), _mm256_set1_epi32(0x80));
-    const __m256 is_normal = _mm256_cmp_ps(a, _mm256_set1_ps(kind.least_normal), _CMP_GE_OQ);
-    return _mm256_or_si256(sign, _mm256_blendv_epi8(subnormal, normal, BITS_OF(is_normal)));
-}
-V16_FN __m128i encode_sixteen(const struct zpp_fp8_kind kind, v16 x) {
-    const __m256i words = v16_unlace(_mm256_packus_epi32(encode_eight(kind, x.lo), encode_eight(kind, x.hi)));
-    return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-}
-#endif
 
 /* Of sixteen codes in words, the values: through fp16 (fp8_body.h). NaN of e4m3 becomes one of fp16. */
 V16_FN v16 decode_sixteen(const enum zpp_fp8_format format, const uint8_t *codes) {
-    const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
-    if (format == ZPP_FP8_E5M2) return v16_from_f16(_mm256_slli_epi16(words, 8));
-    const __m256i seven = _mm256_set1_epi16(0x7f), magnitude = _mm256_and_si256(words, seven);
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x80)), 8);
-    const __m256i is_nan = _mm256_and_si256(_mm256_cmpeq_epi16(magnitude, seven), _mm256_set1_epi16(0x7e00));
-    const __m256i half = _mm256_or_si256(_mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7)), is_nan);
-    return v16_mul(v16_from_f16(half), v16_set1(256.0f));
+    const h16 words = h16_from_u8(b16_load(codes));
+    if (format == ZPP_FP8_E5M2) return v16_from_f16(h16_shl(words, 8));
+    const h16 seven = h16_set1(0x7f), magnitude = h16_and(words, seven);
+    const h16 sign = h16_shl(h16_and(words, h16_set1(0x80)), 8);
+    const h16 is_nan = h16_and(h16_equal(magnitude, seven), h16_set1(0x7e00));
+    return v16_mul(v16_from_f16(h16_or(h16_or(sign, h16_shl(magnitude, 7)), is_nan)), v16_set1(256.0f));
 }
 
 V16_FN uint32_t top_bits_of(const void *src, const zpp_dtype dtype, size_t elems) {
@@ -112,7 +85,7 @@ V16_FN float encode_as(const enum zpp_fp8_format format, const void *src, const 
     const v16 inverse = v16_set1(consts.inverse);
     size_t i = 0;
     for (; i + V16_LANES <= elems; i += V16_LANES) {
-        _mm_storeu_si128((__m128i *)(codes + i), encode_sixteen(kind, v16_mul(v16_load_as(src, i, dtype), inverse)));
+        b16_store(codes + i, encode_sixteen(kind, v16_mul(v16_load_as(src, i, dtype), inverse)));
     }
     for (; i < elems; ++i) codes[i] = zpp_fp8_encode(kind, ZPP_MUL(zpp_element_load(src, dtype, i), consts.inverse));
     return consts.scale;

@@ -84,8 +84,42 @@ V16_FN void span_vec(const void *src, const zpp_dtype dtype, const bool asymmetr
     zpp_quant_span_tail(src, dtype, i, elems, span);
 }
 
+/* --- codes of 4 and 8 bits, stored and loaded ------------------------------------------------------------------- */
+
+#if ZPP_ISA_NEON
+
+V16_FN int8x16_t clamped(b16 codes) {
+    return vmaxq_s8(vminq_s8(vreinterpretq_s8_u8(codes), vdupq_n_s8(7)), vdupq_n_s8(-8));
+}
+
+/* Sixteen codes to eight bytes. A pair of bytes is a little-endian word: its second code moves beside the first. */
+V16_FN uint8x8_t pack_nibbles(b16 codes) {
+    const uint16x8_t words = vreinterpretq_u16_s8(clamped(codes));
+    const uint16x8_t even = vandq_u16(words, vdupq_n_u16(0x000f));
+    return vmovn_u16(vorrq_u16(even, vandq_u16(vshrq_n_u16(words, 4), vdupq_n_u16(0x00f0))));
+}
+
+V16_FN void store_codes(const int bits, uint8_t *codes, size_t i, v16 ratios) {
+    if (bits == 8) b16_store(codes + i, v16_to_i8(ratios));
+    else vst1_u8(codes + i / 2, pack_nibbles(v16_to_i8(ratios)));
+}
+
+V16_FN void store_pairs(const int bits, uint8_t *codes, size_t i, v16 first, v16 second) {
+    store_codes(bits, codes, i, first);
+    store_codes(bits, codes, i + V16_LANES, second);
+}
+
+/* The shifts to the left and back extend the sign. */
+V16_FN b16 load_nibbles(const uint8_t *codes) {
+    const int8x8_t packed = vreinterpret_s8_u8(vld1_u8(codes));
+    const int8x8_t even = vshr_n_s8(vshl_n_s8(packed, 4), 4), odd = vshr_n_s8(packed, 4);
+    return vreinterpretq_u8_s8(vcombine_s8(vzip1_s8(even, odd), vzip2_s8(even, odd)));
+}
+
+#else
+
 /* Thirty-two codes between -8 and 7, one a byte, to sixteen bytes. */
-V16_FN __m128i pack_nibbles(__m256i codes) {
+V16_FN b16 pack_nibbles(h16 codes) {
     const __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(0x000f));
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi16(0x00f0));
     const __m256i words = _mm256_or_si256(even, odd);
@@ -93,7 +127,9 @@ V16_FN __m128i pack_nibbles(__m256i codes) {
     return _mm256_castsi256_si128(bytes);
 }
 
-V16_FN __m128i unpack_nibbles(__m128i packed) {
+/* Of sixteen codes in eight bytes, each in a byte, sign extended. */
+V16_FN b16 load_nibbles(const uint8_t *codes) {
+    const b16 packed = _mm_loadl_epi64((const __m128i *)codes);
     const __m128i words = _mm_cvtepu8_epi16(packed);
     const __m128i even = _mm_and_si128(words, _mm_set1_epi16(0x000f));
     const __m128i odd = _mm_and_si128(_mm_slli_epi16(words, 4), _mm_set1_epi16(0x0f00));
@@ -101,13 +137,27 @@ V16_FN __m128i unpack_nibbles(__m128i packed) {
     return _mm_sub_epi8(_mm_xor_si128(_mm_or_si128(even, odd), sign), sign);
 }
 
+V16_FN h16 clamp_nibbles(h16 codes) {
+    return _mm256_max_epi8(_mm256_min_epi8(codes, _mm256_set1_epi8(7)), _mm256_set1_epi8(-8));
+}
+
+V16_FN void store_codes(const int bits, uint8_t *codes, size_t i, v16 ratios) {
+    const b16 code = v16_to_i8(ratios);
+    if (bits == 8) b16_store(codes + i, code);
+    else _mm_storel_epi64((__m128i *)(codes + i / 2), pack_nibbles(clamp_nibbles(_mm256_castsi128_si256(code))));
+}
+
+V16_FN void store_pairs(const int bits, uint8_t *codes, size_t i, v16 first, v16 second) {
+    const h16 code = v16_pair_to_i8(first, second);
+    if (bits == 8) h16_store(codes + i, code);
+    else b16_store(codes + i / 2, pack_nibbles(clamp_nibbles(code)));
+}
+
+#endif
+
 /* Codes before they are saturated to int8, which is the clamp of 8 bits. */
 V16_FN v16 ratio_of(v16 x, v16 mid, v16 inverse, const bool asymmetric) {
     return v16_mul(asymmetric ? v16_sub(x, mid) : x, inverse); /* mid is 0 where nothing is subtracted */
-}
-
-V16_FN __m256i clamp_nibbles(__m256i codes) {
-    return _mm256_max_epi8(_mm256_min_epi8(codes, _mm256_set1_epi8(7)), _mm256_set1_epi8(-8));
 }
 
 V16_FN void encode_vec(const int bits, const struct zpp_quant_consts *c, const void *src, const zpp_dtype dtype,
@@ -117,14 +167,10 @@ V16_FN void encode_vec(const int bits, const struct zpp_quant_consts *c, const v
     for (; i + 2 * V16_LANES <= elems; i += 2 * V16_LANES) {
         const v16 first = ratio_of(v16_load_as(src, i, dtype), mid, inverse, asymmetric);
         const v16 second = ratio_of(v16_load_as(src, i + V16_LANES, dtype), mid, inverse, asymmetric);
-        const __m256i code = v16_pair_to_i8(first, second);
-        if (bits == 8) _mm256_storeu_si256((__m256i *)(codes + i), code);
-        else _mm_storeu_si128((__m128i *)(codes + i / 2), pack_nibbles(clamp_nibbles(code)));
+        store_pairs(bits, codes, i, first, second);
     }
     if (i + V16_LANES <= elems) {
-        const __m128i code = v16_to_i8(ratio_of(v16_load_as(src, i, dtype), mid, inverse, asymmetric));
-        if (bits == 8) _mm_storeu_si128((__m128i *)(codes + i), code);
-        else _mm_storel_epi64((__m128i *)(codes + i / 2), pack_nibbles(clamp_nibbles(_mm256_castsi128_si256(code))));
+        store_codes(bits, codes, i, ratio_of(v16_load_as(src, i, dtype), mid, inverse, asymmetric));
         i += V16_LANES;
     }
     zpp_quant_encode_tail(bits, c, src, dtype, i, elems, codes);
@@ -132,7 +178,7 @@ V16_FN void encode_vec(const int bits, const struct zpp_quant_consts *c, const v
 
 V16_FN v16 load_codes(const int bits, const uint8_t *codes, size_t i) {
     if (bits == 8) return v16_load_i8(codes + i);
-    return v16_from_i8(unpack_nibbles(_mm_loadl_epi64((const __m128i *)(codes + i / 2))));
+    return v16_from_i8(load_nibbles(codes + i / 2));
 }
 
 V16_FN void decode_vec(const int bits, float scale, float mid, const uint8_t *codes, size_t elems, void *dst,

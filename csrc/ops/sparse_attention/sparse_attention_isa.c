@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The kernels of block-sparse attention: first in plain C, which is their meaning on CPU, then sixteen lanes at once.
- * AVX2 and AVX-512 differ in vec16.h and in how many rows of a result stay in registers. Each element sees the same
- * operations in the same order.
+ * AVX2, AVX-512 and NEON differ in vec16.h and in how many rows of a result stay in registers. Each element sees the
+ * same operations in the same order.
  */
 #include "kernels.h"
 
