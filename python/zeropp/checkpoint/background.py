@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zeropp.checkpoint.manifest import part_name
+from zeropp.checkpoint.content import part_name
 from zeropp.comm.collective import Ranks
 from zeropp.errors import CheckpointError, TierError
 from zeropp.files import safefile
@@ -134,15 +134,16 @@ class RankFile:
     def __init__(
         self,
         engine: Engine,
+        rank: int,
         partial: Path,
         parts: Path,
         pieces: list[safefile.Piece],
         about: dict[str, str],
         spare: Path | None = None,
     ) -> None:
-        self.rank = engine.rank
-        self.path = partial / part_name(engine.rank)
-        self.sums = sums_of(parts, engine.rank)
+        self.rank = rank
+        self.path = partial / part_name(rank)
+        self.sums = sums_of(parts, rank)
         self._image, self._bytes = safefile.image_of(pieces, about, _images.pop(engine, None))
         _images[engine] = self._image
         with storage_errors(self.path, self._bytes):

@@ -15,13 +15,16 @@ import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from zeropp.checkpoint.job_state import JobState
+from zeropp.checkpoint.layout import job_of
 from zeropp.checkpoint.sources import FILE_BYTES, Source, opened, plan_files, write_file, write_index
-from zeropp.comm.collective import Ranks, broadcast
+from zeropp.comm.collective import broadcast
 from zeropp.errors import CheckpointError, are, counted
 from zeropp.files import disk
 from zeropp.files.safefile import piece_of
 from zeropp.zero.access import gathered
 from zeropp.zero.engine import Engine, engine_of
+from zeropp.zero.model.boxes import Boxes, common, flat_at, strides_of, whole_of
 from zeropp.zero.model.buffers import loose_in, loose_tensors
 from zeropp.zero.model_state import WHOLE, Entry, Unit
 
@@ -48,7 +51,8 @@ def named_full_tensors(
     model: nn.Module, bucket_bytes: int = BUCKET_BYTES, *, only: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter whole, one after the other, then the persistent buffers; collective, so every rank iterates to
-    the end.
+    the end. Where ranks hold different parts of the model (pipeline stages, tensor or expert parallelism), the
+    parameters are those of the whole model.
 
     Args:
         bucket_bytes: units are gathered together up to this many bytes; at least one is.
@@ -59,8 +63,12 @@ def named_full_tensors(
 
     Memory: one bucket and one parameter beside the shards.
     """
-    engine_of(model).flush()
-    for bucket in _buckets(engine_of(model), bucket_bytes):
+    engine = engine_of(model)
+    engine.flush()
+    if engine.job is not None:
+        yield from JobState(engine, model, "named_full_tensors").stream(bucket_bytes, only)
+        return
+    for bucket in _buckets(engine, bucket_bytes):
         entries = [entry for unit in bucket for entry in unit.params if only is None or any(map(only, entry.names))]
         with gathered([entry.param for entry in entries]):
             for entry in entries:
@@ -98,17 +106,18 @@ def full_state_dict(
     """
     engine = engine_of(model)
     stream = named_full_tensors(model, only=only)
-    if rank_0_only and engine.rank:
+    if rank_0_only and job_of(engine).rank:
         for _ in stream:  # gathers are collective
             pass
+        _job_keys(engine, model)
         return {}
     whole = dict(stream)
-    if engine.comm is not None and not rank_0_only:
+    if engine.comm is not None and engine.job is None and not rank_0_only:
         _take_rank_0s(engine, [whole[name] for name, _ in loose_tensors(model) if name in whole])
-    aliases = _aliases(engine, model)
-    extra = {key: module.get_extra_state() for key, module in _extra_states(model)}
-    keys = filter(only, _keys(model)) if only is not None else _keys(model)
-    return {key: extra[key] if key in extra else whole[aliases[key]] for key in keys}
+    all_keys, aliases = _job_keys(engine, model)
+    whole |= {key: module.get_extra_state() for key, module in _extra_states(model)}
+    keys = filter(only, all_keys) if only is not None else all_keys
+    return {key: whole[aliases.get(key, key)] for key in keys}
 
 
 def _take_rank_0s(engine: Engine, copies: list[torch.Tensor]) -> None:
@@ -144,6 +153,17 @@ def _keys(model: nn.Module) -> list[str]:
     return keys
 
 
+def _job_keys(engine: Engine, model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """Return the keys of the whole model's state dict, and by each name the one that it is gathered under. Collective
+    where ranks hold different parts of the model; a rank then leaves out other ranks' extra states."""
+    keys, aliases = _keys(model), _aliases(engine, model)
+    if engine.job is None:
+        return keys, aliases
+    every = job_of(engine).exchange([[key, aliases[key]] for key in keys if key in aliases])
+    merged = {key: name for one in every for key, name in one}
+    return [*merged, *(key for key, _ in _extra_states(model))], merged
+
+
 def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
@@ -175,13 +195,14 @@ def load_full_state_dict(
             rank.
     """
     engine = engine_of(model)
-    ranks = Ranks(engine)
+    ranks = job_of(engine)
+    _, known = _job_keys(engine, model)
     with contextlib.ExitStack() as stack:
         found: list[Source] = []
 
         def look() -> None:
             found.append(stack.enter_context(opened(source)))
-            _check_names(engine, model, found[0], strict)
+            _check_names(engine, model, found[0], known, strict)
 
         ranks.all_do(look)
         with engine.write_shards(), torch.no_grad(), _bar(engine, progress and ranks.rank == 0) as count:
@@ -229,12 +250,25 @@ def _take(engine: Engine, unit: Unit, entry: Entry, values: Source, name: str) -
 
 def _numbers(entry: Entry, values: Source, name: str, begin: int, end: int) -> torch.Tensor:
     """Return the values of a parameter from ``begin`` to ``end``."""
+    if entry.boxes is not None:
+        return _boxed(entry.boxes, values, name, begin, end)
     if not entry.is_complex:
         return values.flat(name, begin, end)
     return entry.numbers(values.flat(name, begin // 2, -(-end // 2)))[begin % 2 :][: end - begin]
 
 
-def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool) -> None:
+def _boxed(held: Boxes, values: Source, name: str, begin: int, end: int) -> torch.Tensor:
+    """Return elements ``begin`` to ``end`` of a local tensor that is a part of the tensor in the file."""
+    whole, flat = whole_of(held.whole), torch.empty(0, device="cpu")
+    for copy in common(whole, 0, whole.numel, held, begin, end):
+        block = values.box(name, copy.source, copy.size)
+        if not flat.numel():
+            flat = torch.empty(end - begin, dtype=block.dtype, device="cpu")
+        flat.as_strided(copy.size, strides_of(held.shape), flat_at(held.shape, copy.target) - begin).copy_(block)
+    return flat
+
+
+def _check_names(engine: Engine, model: nn.Module, values: Source, known: Mapping[str, str], strict: bool) -> None:
     given = set(values.names())
     missing = []
     for names, shape in _shapes(engine, model):
@@ -245,7 +279,7 @@ def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool)
             raise CheckpointError(
                 f"load_full_state_dict: '{there}' has shape {values.shape(there)}, the model's has {shape}"
             )
-    foreign = sorted(given - set(_aliases(engine, model)) - dict(_extra_states(model)).keys())
+    foreign = sorted(given - known.keys() - dict(_extra_states(model)).keys())
     rows = ((missing, "missing"), (foreign, "unknown to the model"))
     differences = [
         f"{counted(len(names), 'name')} {are(len(names))} {what}{_some(names)}" for names, what in rows if names
@@ -256,7 +290,7 @@ def _check_names(engine: Engine, model: nn.Module, values: Source, strict: bool)
 
 def _shapes(engine: Engine, model: nn.Module) -> Iterator[tuple[list[str], tuple[int, ...]]]:
     """Yield (names, shape) of each parameter, persistent buffer and ignored parameter."""
-    yield from ((entry.names, tuple(entry.shape)) for unit in engine.units for entry in unit.params)
+    yield from ((entry.names, entry.held.whole) for unit in engine.units for entry in unit.params)
     yield from (([name], tuple(tensor.shape)) for name, tensor in loose_tensors(model))
 
 
@@ -277,10 +311,13 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
         zeropp.TierError: storage is full or failed. On every rank.
     """
     engine = engine_of(model)
-    ranks = Ranks(engine)
+    ranks = job_of(engine)
     target = Path(folder)
-    sizes = [(e.names[0], e.numel * u.dtype.itemsize) for u in engine.units for e in u.params]
-    sizes += [(name, buffer.nbytes) for name, buffer in loose_tensors(model)]
+    if engine.job is None:
+        sizes = [(e.names[0], e.numel * u.dtype.itemsize) for u in engine.units for e in u.params]
+        sizes += [(name, buffer.nbytes) for name, buffer in loose_tensors(model)]
+    else:
+        sizes = JobState(engine, model, "export").sizes()
     plan = plan_files(sizes, file_bytes)
     ranks.only_rank_0(lambda: _make_folder(target))
     stream = named_full_tensors(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from torch import nn
 from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import finish
 from zeropp.checkpoint.full_state import write_piece
-from zeropp.checkpoint.manifest import SCALES, candidates, none_good, read_manifest
+from zeropp.checkpoint.layout import entries_of, job_of
+from zeropp.checkpoint.manifest import candidates, none_good, read_manifest
+from zeropp.checkpoint.pieces import Files
 from zeropp.checkpoint.plain import from_plain
 from zeropp.checkpoint.save import check_optimizer
 from zeropp.comm.collective import Ranks
 from zeropp.errors import CheckpointError, ConfigError, are, counted
 from zeropp.files import safefile
-from zeropp.ops import moments_decode_, moments_scales
 from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.buffers import loose_tensors
 from zeropp.zero.model_state import WHOLE, Entry, Unit
@@ -65,16 +66,17 @@ def load(
     """
     engine = engine_of(model)
     check_optimizer(engine, optimizer)
-    ranks = Ranks(engine)
+    ranks = job_of(engine)
     finish(engine)
     found = ranks.only_rank_0(lambda: [str(one) for one in candidates(Path(path))])
     folder, content, damaged = _first_good(ranks, [Path(one) for one in found])
     for bad, what in damaged.items():
         warnings.warn(f"zeropp.load: {bad} is damaged and was passed over for {folder}: {what}", stacklevel=2)
-    ranks.all_do(lambda: _check_fit(engine, content, optimizer, scheduler, folder, strict))
-    ranks.all_do(lambda: loaders.check_fit(loader, content, engine.ranks, folder))
+    own = ranks.all_do(lambda: _own_names(engine, optimizer))
+    ranks.all_do(lambda: _check_fit(engine, content, own, optimizer, scheduler, folder, strict))
+    ranks.all_do(lambda: loaders.check_fit(loader, content, ranks.count, folder))
     content["parameters"] = {**_without_values(engine), **content["parameters"]}
-    with _Parts(folder, content) as parts:
+    with Files(folder, content) as parts:
 
         def copy() -> None:
             then: list[Callable[[], None]] = []  # what has to wait until all is read
@@ -85,10 +87,9 @@ def load(
                         _fill_state(engine, unit, content["parameters"], parts, fills, then)
             for finish_unit in then:
                 finish_unit()
-            own = parts.tensors(0)
             for name, buffer in loose_tensors(model):
                 if strict or name in content["buffers"]:
-                    buffer.copy_(own.tensor(name))
+                    buffer.copy_(parts.tensors(content["buffers"].get(name, 0)).tensor(name))
 
         engine.schedule.drop(states=optimizer is not None)
         if optimizer is not None and engine.accumulate > 1:
@@ -101,13 +102,13 @@ def load(
             _restore_groups(optimizer, content["optimizer"]["groups"])
             engine.scaler.restore(content.get("scaler"))
             engine.clock.restore(_steps_taken(content))
-            _restore_private(engine, content, parts)
+            _restore_private(engine, content, parts, ranks)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
-        loaders.restore(loader, content, engine.rank, parts.plain)
-        same_ranks = content["ranks"] == engine.ranks
+        loaders.restore(loader, content, ranks.rank, parts.plain)
+        same_ranks = content["ranks"] == ranks.count
         if same_ranks:
-            random_state.restore(parts.plain(engine.rank, content["random"][engine.rank]))
+            random_state.restore(parts.plain(ranks.rank, content["random"][ranks.rank]))
         extra = parts.plain(0, content["extra"])
     return {
         "step": content["step"], "path": folder, "extra": extra, "random_restored": same_ranks,
@@ -135,108 +136,44 @@ def _first_good(ranks: Ranks, folders: list[Path]) -> tuple[Path, dict[str, Any]
     raise none_good(damaged)
 
 
-class _Parts:
-    """The ranks' files of one checkpoint, opened when first read."""
-
-    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
-        self._names = [folder / name for name in content["files"]]
-        self._open: dict[int, safefile.TensorFile] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Parts:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def tensors(self, rank: int) -> safefile.TensorFile:
-        if rank not in self._open:
-            self._open[rank] = self._stack.enter_context(contextlib.closing(safefile.TensorFile(self._names[rank])))
-        return self._open[rank]
-
-    def plain(self, rank: int, value: Any) -> Any:
-        """Data that may refer to tensors of that rank's file."""
-        file = self.tensors(rank)
-
-        class Named(dict[str, torch.Tensor]):
-            def __missing__(self, name: str) -> torch.Tensor:
-                return file.tensor(name)
-
-        return from_plain(value, Named())
-
-    def read(
-        self, name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, values) of each saved piece with any of elements ``begin`` to ``end`` of a parameter."""
-        for rank, key, first, low, high in _overlaps(name, kind, begin, end, pieces):
-            yield low, self.tensors(rank).flat(key, low - first, high - first)
-
-    def has_fp32(self, name: str, begin: int, end: int, pieces: list[list[int]]) -> bool:
-        """True if these elements of a parameter were saved in fp32."""
-        found = _overlaps(name, "", begin, end, pieces)
-        return any(self.tensors(rank).dtype(key) == torch.float32 for rank, key, *_ in found)
-
-    def fill(
-        self, fills: safefile.Fills, name: str, kind: str, begin: int, values: torch.Tensor, pieces: list[list[int]]
-    ) -> None:
-        """Read elements from ``begin`` on of a parameter or a state of it into contiguous memory; read straight there
-        where the types agree."""
-        for rank, key, first, low, high in _overlaps(name, kind, begin, begin + values.numel(), pieces):
-            file, target = self.tensors(rank), values[low - begin : high - begin]
-            if kind and file.dtype(key) == torch.uint8:
-                target.copy_(_decoded(file, key, kind, first, low, high))
-            elif file.dtype(key) == target.dtype:
-                file.fill(fills, key, low - first, target)
-            else:
-                target.copy_(file.flat(key, low - first, high - first))
-
-
-def _decoded(file: safefile.TensorFile, key: str, kind: str, first: int, low: int, high: int) -> torch.Tensor:
-    """Return, in fp32, elements ``low`` to ``high`` of an 8-bit moment whose saved piece begins at ``first``."""
-    values, skipped = torch.empty(high - low, device="cpu"), moments_scales(low - first + 1, first) - 1
-    scales = file.flat(key + SCALES, skipped, skipped + moments_scales(high - low, low))
-    moments_decode_(file.flat(key, low - first, high - first), scales, values, moment=kind, first=low)
-    return values
-
-
-def _overlaps(
-    name: str, kind: str, begin: int, end: int, pieces: list[list[int]]
-) -> Iterator[tuple[int, str, int, int, int]]:
-    """Yield (rank, key in its file, first element of the saved piece, and what is wanted of it: from, to)."""
-    key = f"{name}/{kind}" if kind else name
-    for rank, first, last in pieces:
-        low, high = max(begin, first), min(end, last)
-        if low < high:
-            yield rank, key, first, low, high
-
-
 def _without_values(engine: Engine) -> dict[str, Any]:
     """Return what a manifest without values would say of the model's parameters."""
-    entries = (entry for unit in engine.units for entry in unit.params)
-    return {entry.names[0]: {"names": entry.names, "shape": list(entry.shape), "pieces": {"": []}} for entry in entries}
+    return {
+        entry.names[0]: {"names": entry.names, "shape": list(entry.held.whole), "pieces": {}}
+        for _, entry in entries_of(engine)
+    }
+
+
+def _own_names(engine: Engine, optimizer: Any) -> dict[str, Any]:
+    """Return the first names of this rank's parameters, and those of each of its optimizer's groups."""
+    names = {id(entry.param): entry.names[0] for _, entry in entries_of(engine)}
+    groups = [] if optimizer is None else [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return {"names": list(names.values()), "groups": groups}
 
 
 def _check_fit(
-    engine: Engine, content: Mapping[str, Any], optimizer: Any, scheduler: Any, folder: Path, strict: bool
-) -> None:
+    engine: Engine, content: Mapping[str, Any], own: list[dict[str, Any]], optimizer: Any, scheduler: Any, folder: Path,
+    strict: bool,
+) -> None:  # fmt: skip
+    """Check that a checkpoint fits the model; ``own``: what each rank of the job said of its parameters."""
     saved = content["parameters"]
-    mine = {entry.names[0]: entry for unit in engine.units for entry in unit.params}
+    mine = {entry.names[0]: entry for _, entry in entries_of(engine)}
     if strict:
-        _check_same_names(mine, content, folder)
+        _check_same_names({name for one in own for name in one["names"]}, content, folder)
     for name, entry in mine.items():
         if name in saved:
             _check_parameter_fit(name, entry, saved[name], folder)
     if optimizer is not None:
-        _check_optimizer_fit(content["optimizer"], optimizer, mine, folder)
+        _check_optimizer_fit(content["optimizer"], optimizer, [one["groups"] for one in own], folder)
         _check_unfrozen(engine, saved, folder)
     if scheduler is not None:
         _check_scheduler_fit(content["scheduler"], scheduler, folder)
 
 
-def _check_same_names(mine: Mapping[str, Entry], content: Mapping[str, Any], folder: Path) -> None:
+def _check_same_names(mine: set[str], content: Mapping[str, Any], folder: Path) -> None:
     saved = content["parameters"]
-    missing = sorted(mine.keys() - saved.keys() - set(content.get("left_out", ())))
-    foreign = sorted(saved.keys() - mine.keys())
+    missing = sorted(mine - saved.keys() - set(content.get("left_out", ())))
+    foreign = sorted(saved.keys() - mine)
     rows = ((missing, "", "not in it"), (foreign, " of it", "not in the model"))
     differences = [
         f"{counted(len(names), 'parameter')}{of} {are(len(names))} {what} (first '{names[0]}')"
@@ -250,8 +187,10 @@ def _check_same_names(mine: Mapping[str, Entry], content: Mapping[str, Any], fol
 
 
 def _check_parameter_fit(name: str, entry: Entry, there: Mapping[str, Any], folder: Path) -> None:
-    if list(entry.shape) != there["shape"]:
-        raise CheckpointError(f"{folder}: '{name}' has shape {there['shape']} there, {list(entry.shape)} in the model")
+    if list(entry.held.whole) != there["shape"]:
+        raise CheckpointError(
+            f"{folder}: '{name}' has shape {there['shape']} there, {list(entry.held.whole)} in the model"
+        )
     if entry.is_complex != there.get("complex", False):
         kinds = ("real", "complex") if entry.is_complex else ("complex", "real")
         raise CheckpointError(f"{folder}: '{name}' is {kinds[0]} there, {kinds[1]} in the model")
@@ -263,16 +202,15 @@ def _check_scheduler_fit(there: Any, scheduler: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder}: holds {kind}, and a {type(scheduler).__name__} is to be restored")
 
 
-def _check_optimizer_fit(there: Any, optimizer: Any, mine: Mapping[str, Any], folder: Path) -> None:
+def _check_optimizer_fit(there: Any, optimizer: Any, own: list[list[list[str]]], folder: Path) -> None:
     if there is None:
         raise CheckpointError(f"{folder}: was saved without an optimizer; load(path, model) restores the weights alone")
     if there["class"] not in {cls.__name__ for cls in type(optimizer).__mro__}:
         raise CheckpointError(
             f"{folder}: holds the state of {there['class']}, the optimizer is {type(optimizer).__mro__[2].__name__}"
         )
-    names = {id(entry.param): name for name, entry in mine.items()}
-    groups = [sorted(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
-    if groups != [sorted(group["parameters"]) for group in there["groups"]]:
+    groups = [{name for names in same for name in names} for same in zip(*own, strict=False)]
+    if groups != [set(group["parameters"]) for group in there["groups"]]:
         raise CheckpointError(
             f"{folder}: its optimizer has groups of {[len(group['parameters']) for group in there['groups']]} "
             f"parameters, this one of {[len(group) for group in groups]}, or of others; build it the same way, with the groups that "
@@ -297,7 +235,7 @@ Then = list[Callable[[], None]]
 
 
 def _fill_unit(
-    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
+    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: Files, fills: safefile.Fills, then: Then
 ) -> None:
     """Read this rank's shards of one unit's weights."""
     if engine.local or unit.place != WHOLE:
@@ -309,24 +247,21 @@ def _fill_unit(
         wanted = [(i, e.offset_elems - unit.begin_elems, e.numel) for i, e in enumerate(unit.params)]
     for index, first, elems in wanted:
         entry = unit.params[index]
-        name, pieces = entry.names[0], saved[entry.names[0]]["pieces"]
-        begin = unit.begin_elems + first - entry.offset_elems
-        for low, values in parts.read(name, "", begin, begin + elems, pieces[""]):
+        name, begin = entry.names[0], unit.begin_elems + first - entry.offset_elems
+        for low, values in parts.read(name, "", entry.held, begin, begin + elems, saved[name]):
             write_piece(unit, entry.offset_elems + low, values)
 
 
-def _fill_shards(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then) -> None:
+def _fill_shards(unit: Unit, saved: Mapping[str, Any], parts: Files, fills: safefile.Fills, then: Then) -> None:
     """Read straight into this rank's shard, or into its fp32 master and from there to the shard."""
-    wanted = []
-    for index, first, elems in unit.pieces():
-        entry = unit.params[index]
-        begin = unit.begin_elems + first - entry.offset_elems
-        wanted.append((first, elems, entry.names[0], begin, saved[entry.names[0]]["pieces"][""]))
-    if unit.master_waits and any(parts.has_fp32(name, at, at + n, pieces) for _, n, name, at, pieces in wanted):
+    wanted = [(unit.params[index], first, elems) for index, first, elems in unit.pieces()]
+    names = [entry.names[0] for entry, _, _ in wanted]
+    if unit.master_waits and any(parts.dtype(name, "", saved[name]) == torch.float32 for name in names):
         unit.make_master()
     own = unit.own
-    for first, elems, name, begin, pieces in wanted:
-        parts.fill(fills, name, "", begin, own[first : first + elems], pieces)
+    for (entry, first, elems), name in zip(wanted, names, strict=True):
+        begin = unit.begin_elems + first - entry.offset_elems
+        parts.fill(fills, name, "", entry.held, begin, own[first : first + elems], saved[name])
     if own is not unit.shard:
 
         def convert() -> None:
@@ -336,7 +271,7 @@ def _fill_shards(unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: saf
 
 
 def _fill_state(
-    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: _Parts, fills: safefile.Fills, then: Then
+    engine: Engine, unit: Unit, saved: Mapping[str, Any], parts: Files, fills: safefile.Fills, then: Then
 ) -> None:
     """Read the optimizer's state of this rank's shard: straight into it, or unit by unit where it lives elsewhere."""
     entries = [saved[entry.names[0]] for entry in unit.params]
@@ -356,16 +291,16 @@ def _fill_state(
 
 
 def _read_state(
-    unit: Unit, state: Mapping[str, torch.Tensor], entries: list[Any], parts: _Parts, fills: safefile.Fills
+    unit: Unit, state: Mapping[str, torch.Tensor], entries: list[Any], parts: Files, fills: safefile.Fills
 ) -> None:
     """Fill buffers of ``shard`` length with this rank's part of the saved states; zeros where nothing was saved."""
     for index, first, elems in unit.pieces():
-        entry, pieces = unit.params[index], entries[index]["pieces"]
+        entry = unit.params[index]
         begin = unit.begin_elems + first - entry.offset_elems
         for kind, values in state.items():
             target = values[first : first + elems]
-            if kind in pieces:
-                parts.fill(fills, entry.names[0], kind, begin, target, pieces[kind])
+            if kind in entries[index]["pieces"]:
+                parts.fill(fills, entry.names[0], kind, entry.held, begin, target, entries[index])
             else:
                 target.zero_()
 
@@ -385,7 +320,7 @@ def _steps_taken(content: Mapping[str, Any]) -> int:
     return int(content.get("steps", most))
 
 
-def _restore_private(engine: Engine, content: Mapping[str, Any], parts: _Parts) -> None:
-    """Restore the tensors of one rank alone, where the number of ranks is that of the save."""
-    same = content["ranks"] == engine.ranks and "private" in content
-    engine.strategy.restore(parts.plain(engine.rank, content["private"][engine.rank]) if same else None)
+def _restore_private(engine: Engine, content: Mapping[str, Any], parts: Files, ranks: Ranks) -> None:
+    """Restore the tensors of one rank alone, where the same ranks are one group, as they were when it was saved."""
+    same = content["ranks"] == ranks.count == engine.ranks and "private" in content and content.get("groups", 1) == 1
+    engine.strategy.restore(parts.plain(ranks.rank, content["private"][ranks.rank]) if same else None)

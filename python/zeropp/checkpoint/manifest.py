@@ -11,21 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zeropp.checkpoint.content import check
 from zeropp.errors import CheckpointError
 from zeropp.files.disk import aside
 
-FORMAT = "zeropp checkpoint"
-VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 SPARE = ".spare"
 SCALES = ".scales"
 """What the name of a state in 8 bits is followed by where its scales are meant."""
-
-
-def part_name(rank: int) -> str:
-    """Return the file of one rank."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def steps_in(root: Path) -> list[tuple[int, Path]]:
@@ -92,7 +86,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the verified content of a manifest.
 
     Raises:
-        zeropp.CheckpointError: it is missing, damaged, or of a version that this zeropp does not know.
+        zeropp.CheckpointError: it is missing, damaged, does not fit together, or is of a version that this zeropp does not
+            know.
     """
     path = folder / MANIFEST
     try:
@@ -114,9 +109,4 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: damaged somewhere in its {len(text)} bytes: its sha256 does not match its content"
         )
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: format {content.get('format')!r} version {content.get('version')!r}; "
-            f"this zeropp reads {FORMAT!r} version {VERSION}"
-        )
-    return content
+    return check(str(path), content)

@@ -10,19 +10,22 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zeropp.checkpoint.content import numbers_of
 from zeropp.checkpoint.manifest import LATEST, MANIFEST, candidates, none_good, read_manifest, steps_in
+from zeropp.checkpoint.pieces import Files
 from zeropp.checkpoint.sources import FILE_BYTES, plan_files, write_file, write_index
 from zeropp.errors import CheckpointError, ConfigError
 from zeropp.files import disk as files
 from zeropp.files import safefile
 from zeropp.files.safefile import Piece
+from zeropp.zero.model.boxes import whole_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -123,11 +126,10 @@ def whole_state(path: Path, dtype: str | None) -> dict[str, torch.Tensor]:
         raise CheckpointError(finding.wrong)
     content = read_manifest(folder)
     found: dict[str, torch.Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(contextlib.closing(safefile.TensorFile(folder / n))) for n in content["files"]]
-        for piece in [*_parameters(folder, content, sources, dtype), *_buffers(content, sources[0])]:
-            parts = list(piece.parts())
-            flat = torch.cat(parts) if parts else torch.empty(0, dtype=piece.dtype)
+    with Files(folder, content) as parts:
+        for piece in [*_parameters(content, parts, dtype), *_buffers(content, parts)]:
+            blocks = list(piece.parts())
+            flat = torch.cat(blocks) if blocks else torch.empty(0, dtype=piece.dtype)
             found[piece.name] = flat.view(piece.dtype).view(piece.shape)
     for name, one in content["parameters"].items():
         for alias in one["names"]:
@@ -137,9 +139,8 @@ def whole_state(path: Path, dtype: str | None) -> dict[str, torch.Tensor]:
 
 def _export(folder: Path, target: Path, dtype: str | None, file_bytes: int) -> dict[str, Any]:
     content = read_manifest(folder)
-    with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(contextlib.closing(safefile.TensorFile(folder / n))) for n in content["files"]]
-        pieces = [*_parameters(folder, content, sources, dtype), *_buffers(content, sources[0])]
+    with Files(folder, content) as parts:
+        pieces = [*_parameters(content, parts, dtype), *_buffers(content, parts)]
         plan = plan_files([(piece.name, piece.nbytes) for piece in pieces], file_bytes)
         with files.storage_errors(target, 0):
             files.make_folders(target)
@@ -151,47 +152,33 @@ def _export(folder: Path, target: Path, dtype: str | None, file_bytes: int) -> d
     return {"path": folder, "step": content["step"], "files": list(plan), "tensors": len(pieces), "bytes": total}
 
 
-def _parameters(
-    folder: Path, content: Mapping[str, Any], sources: Sequence[safefile.TensorFile], dtype: str | None
-) -> Iterator[Piece]:
+def _parameters(content: Mapping[str, Any], parts: Files, dtype: str | None) -> Iterator[Piece]:
     for name, one in content["parameters"].items():
-        numel = math.prod(one["shape"], start=2 if one.get("complex") else 1)
-        spans = sorted(((begin, end, rank) for rank, begin, end in one["pieces"].get("", [])), key=lambda span: span[0])
-        at = 0
-        for begin, end, _ in spans:
-            if begin != at:
-                break
-            at = end
-        if at != numel:
-            raise CheckpointError(
-                f"{folder / MANIFEST}: '{name}' has {numel} elements, and its pieces hold elements 0 to {at} without a gap"
-            )
         own: torch.dtype = getattr(torch, one["dtype"])
-        if one.get("complex"):
-            whole = torch.complex64 if own == torch.float32 else torch.complex128
-            yield Piece(name, whole, one["shape"], functools.partial(_values, sources, name, spans, own))
-            continue
         kind = DTYPES[dtype] if dtype is not None and own.is_floating_point else own
-        yield Piece(name, kind, one["shape"], functools.partial(_values, sources, name, spans, kind))
+        if one.get("complex"):
+            kind = torch.complex64 if own == torch.float32 else torch.complex128
+        yield Piece(name, kind, one["shape"], functools.partial(_values, parts, name, one, kind))
 
 
-def _values(
-    sources: Sequence[safefile.TensorFile], name: str, spans: list[tuple[int, int, int]], kind: torch.dtype
-) -> Iterator[torch.Tensor]:
-    for begin, end, rank in spans:
-        yield from (part.to(kind) for part in _parts(sources[rank], name, end - begin))
+def _values(parts: Files, name: str, one: Mapping[str, Any], kind: torch.dtype) -> Iterator[torch.Tensor]:
+    whole = whole_of(one["shape"])
+    number = kind.to_real() if one.get("complex") else kind
+    for _, values in parts.read(name, "", whole, 0, numbers_of(one, whole), one):
+        yield values.to(number)
+
+
+def _buffers(content: Mapping[str, Any], parts: Files) -> Iterator[Piece]:
+    for name, rank in content["buffers"].items():
+        source = parts.tensors(rank)
+        shape = source.shape(name)
+        yield Piece(name, source.dtype(name), shape, functools.partial(_parts, source, name, math.prod(shape)))
 
 
 def _parts(source: safefile.TensorFile, name: str, elems: int) -> Iterator[torch.Tensor]:
     step = max(1, safefile.BLOCK_BYTES // 4)
     for first in range(0, elems, step):
         yield source.flat(name, first, min(first + step, elems))
-
-
-def _buffers(content: Mapping[str, Any], source: safefile.TensorFile) -> Iterator[Piece]:
-    for name in content.get("buffers", ()):
-        shape = source.shape(name)
-        yield Piece(name, source.dtype(name), shape, functools.partial(_parts, source, name, math.prod(shape)))
 
 
 __all__ = ["Finding", "export", "verify"]

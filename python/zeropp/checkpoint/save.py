@@ -26,19 +26,10 @@ from zeropp import _C
 from zeropp.checkpoint import background as behind
 from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import Saving
+from zeropp.checkpoint.content import FORMAT, VERSION, part_json, part_name
 from zeropp.checkpoint.folder_groups import Group, rank_in_job
-from zeropp.checkpoint.manifest import (
-    FORMAT,
-    LATEST,
-    MANIFEST,
-    SCALES,
-    SPARE,
-    VERSION,
-    leftovers_in,
-    manifest_text,
-    part_name,
-    steps_in,
-)
+from zeropp.checkpoint.layout import Layout, entries_of, job_of, layout_of
+from zeropp.checkpoint.manifest import LATEST, MANIFEST, SCALES, SPARE, leftovers_in, manifest_text, steps_in
 from zeropp.checkpoint.plain import to_plain
 from zeropp.comm.collective import Ranks
 from zeropp.errors import CheckpointError, ConfigError, Error
@@ -48,7 +39,7 @@ from zeropp.files.disk import replace_folder, storage_errors, write_text
 from zeropp.files.safefile import Piece, piece_of
 from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.buffers import loose_tensors
-from zeropp.zero.model_state import Unit
+from zeropp.zero.model_state import Entry, Unit
 from zeropp.zero.step import moments
 from zeropp.zero.step.custom import kind_of
 
@@ -126,7 +117,7 @@ def save(
     loaders.check(loader)
     engine = engine_of(model)
     check_optimizer(engine, optimizer)
-    ranks = Ranks(engine)
+    ranks = job_of(engine)
     behind.finish(engine)
     engine.flush()
     engine.storage.require_whole()  # also of states in memory
@@ -134,24 +125,30 @@ def save(
     step, group = _common_step(ranks, root, step)
     plan = _Plan(root, step, keep, spare, group)
     left_out = _left_out(engine, only)
+    layout = layout_of(engine, model, "save")
     own: list[behind.RankFile] = []
     content: dict[str, Any] = {}
 
     def take() -> dict[str, Any]:
         """Write this rank's part, or copy it to memory."""
         engine.strategy.check_saved(engine)
-        pieces, part = _describe_rank(engine, model, optimizer, scheduler, extra, loader, left_out)
-        old = plan.spare / part_name(engine.rank)
+        pieces, part = _describe_rank(engine, layout, optimizer, loader, left_out)
+        if layout.is_first:
+            pieces += _common_pieces(engine, layout, model, optimizer, part, left_out)
+        if ranks.rank == 0:
+            pieces += _user_pieces(scheduler, extra, part)
+        name = part_name(ranks.rank)
+        about = {"format": "pt", "rank": str(ranks.rank), "ranks": str(ranks.count), "layout": "pieces: manifest.json"}
         if background:
-            own.append(behind.RankFile(engine, plan.partial, plan.parts, pieces, part.pop("about"), old))
+            own.append(behind.RankFile(engine, ranks.rank, plan.partial, plan.parts, pieces, about, plan.spare / name))
         else:
-            part["file"] = safefile.write_pieces(plan.partial / part_name(engine.rank), pieces, part.pop("about"), old)
+            part["file"] = safefile.write_pieces(plan.partial / name, pieces, about, plan.spare / name)
         return part
 
     try:
         ranks.only_rank_0(lambda: plan.begin(engine, background))
         parts = ranks.all_do(take)
-        ranks.only_rank_0(lambda: content.update(_describe(engine, parts, step, optimizer, left_out)))
+        ranks.only_rank_0(lambda: content.update(_describe(engine, layout, parts, step, left_out)))
         if not background:
             ranks.only_rank_0(lambda: plan.commit(content, [part["file"] for part in parts]))
     except BaseException:
@@ -295,43 +292,46 @@ class _Plan:
 
 
 def _describe_rank(
-    engine: Engine, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, loader: Any, left_out: set[str]
+    engine: Engine, layout: Layout, optimizer: Any, loader: Any, left_out: set[str]
 ) -> tuple[list[Piece], dict[str, Any]]:
-    """Return the tensors of this rank's file, and what the manifest has to say of them."""
+    """Return the tensors of this rank's file that are its own, and what the manifest has to say of them."""
     loose: dict[str, torch.Tensor] = {}
     part: dict[str, Any] = {"pieces": [], "steps": {}, "random": random_state.collect(loose)}
     pieces: list[Piece] = []
-    if engine.stage > 0 or engine.rank == 0:  # at stage 0 every rank holds the same
+    if engine.stage > 0 or layout.is_first:  # at stage 0 every rank of a group holds the same
         for unit in engine.units:
-            pieces += _unit_pieces(engine, unit, optimizer is not None and unit.trainable, part, left_out)
+            pieces += _unit_pieces(engine, layout, unit, optimizer is not None and unit.trainable, part, left_out)
     private = None if optimizer is None else engine.strategy.private()
     if private is not None:
         part["private"] = to_plain(private, "private", loose)
     if loader is not None:
         part["loader"] = loaders.describe(loader, loose)
-    if engine.rank == 0:
-        pieces += _common_pieces(model, scheduler, extra, part, loose)
-    pieces += [piece_of(name, tensor) for name, tensor in loose.items()]
-    part["about"] = {
-        "format": "pt",
-        "rank": str(engine.rank),
-        "ranks": str(engine.ranks),
-        "layout": "flat slices: manifest.json",
-    }
-    return pieces, part
+    return [*pieces, *_loose_pieces(loose)], part
+
+
+def _loose_pieces(loose: Mapping[str, torch.Tensor]) -> list[Piece]:
+    return [piece_of(name, tensor) for name, tensor in loose.items()]
 
 
 def _common_pieces(
-    model: nn.Module, scheduler: Any, extra: Any, part: dict[str, Any], loose: dict[str, torch.Tensor]
+    engine: Engine, layout: Layout, model: nn.Module, optimizer: Any, part: dict[str, Any], left_out: set[str]
 ) -> list[Piece]:
-    """Describe what rank 0 saves for all: buffers, user data, the scheduler. Return the buffers' tensors."""
-    buffers = [(name, buffer.detach().cpu().contiguous()) for name, buffer in loose_tensors(model)]
-    part["buffers"] = [name for name, _ in buffers]
+    """Describe what the first rank of a group saves for its group: parameters, and buffers, whose tensors are returned."""
+    part["parameters"] = _describe_parameters(engine, layout, left_out)
+    part["units"] = _describe_units(engine)
+    part["optimizer"] = None if optimizer is None else _describe_optimizer(engine, optimizer)
+    buffers = [(name, one) for name, one in loose_tensors(model) if layout.buffers[name] == layout.rank]
+    return [piece_of(name, buffer.detach().cpu().contiguous()) for name, buffer in buffers]
+
+
+def _user_pieces(scheduler: Any, extra: Any, part: dict[str, Any]) -> list[Piece]:
+    """Describe what rank 0 saves for all: user data, the scheduler. Return their tensors."""
+    loose: dict[str, torch.Tensor] = {}
     part["extra"] = to_plain(extra, "extra", loose)
     if scheduler is not None:
         state = to_plain(scheduler.state_dict(), "scheduler", loose)
         part["scheduler"] = {"class": type(scheduler).__name__, "state": state}
-    return [piece_of(name, buffer) for name, buffer in buffers]
+    return _loose_pieces(loose)
 
 
 def _left_out(engine: Engine, only: Callable[[str], bool] | None) -> set[str]:
@@ -341,49 +341,53 @@ def _left_out(engine: Engine, only: Callable[[str], bool] | None) -> set[str]:
 
 
 def _unit_pieces(
-    engine: Engine, unit: Unit, with_state: bool, part: dict[str, Any], left_out: set[str]
+    engine: Engine, layout: Layout, unit: Unit, with_state: bool, part: dict[str, Any], left_out: set[str]
 ) -> Iterator[Piece]:
     state = engine.optimizer_state(unit) if with_state else {}
+    scaled = unit.scales if with_state else {}
     steps = state.pop("step", None)
     kinds = {"": unit.own, **state}
-    places = {index: scales for index, _, _, scales in moments.spans(unit)} if unit.scales else {}
-    for index, first, elems in unit.pieces():
+    places = {index: scales for index, _, _, scales in moments.spans(unit)} if scaled else {}
+    written = [one for one in unit.pieces() if _is_written(unit.params[one[0]], layout, left_out)]
+    for index, first, elems in written:
         entry = unit.params[index]
-        name = entry.names[0]
-        if name in left_out:
-            continue
-        begin = unit.begin_elems + first - entry.offset_elems
+        name, begin = entry.names[0], unit.begin_elems + first - entry.offset_elems
         for kind, values in kinds.items():
             yield piece_of(f"{name}/{kind}" if kind else name, values.detach()[first : first + elems])
-        if with_state and unit.scales:
-            for kind, scales in unit.scales.items():
-                yield piece_of(f"{name}/{kind}{SCALES}", scales[places[index]])
-        part["pieces"].append([name, begin, begin + elems, list(state)])
+        for kind, scales in scaled.items():
+            yield piece_of(f"{name}/{kind}{SCALES}", scales[places[index]])
+        part["pieces"].append([name, begin, begin + elems, layout.part(entry), list(state)])
         if steps is not None:
             part["steps"][name] = int(steps[index])
 
 
+def _is_written(entry: Entry, layout: Layout, left_out: set[str]) -> bool:
+    return entry.names[0] not in left_out and layout.writes(entry)
+
+
 def _describe(
-    engine: Engine, parts: list[dict[str, Any]], step: int, optimizer: Any, left_out: set[str]
+    engine: Engine, layout: Layout, parts: list[dict[str, Any]], step: int, left_out: set[str]
 ) -> dict[str, Any]:
     """Return the manifest's content but for ``files``."""
+    firsts = [part for part in parts if "units" in part]
+    optional = {
+        "left_out": sorted(left_out),
+        **{field: _by_rank(parts, field) for field in ("private", "loader")},
+    }
     return {
         "format": FORMAT,
         "version": VERSION,
         "zeropp": _C.version(),
         "torch": torch.__version__,
         "step": step,
-        "ranks": engine.ranks,
+        "ranks": len(parts),
+        "groups": len(firsts),
         "stage": engine.stage,
-        "parameters": _describe_parameters(engine, parts, left_out),
-        **({"left_out": sorted(left_out)} if left_out else {}),
-        "buffers": parts[0]["buffers"],
-        "units": _describe_units(engine),
-        "optimizer": None if optimizer is None else _describe_optimizer(engine, optimizer),
-        "steps": None if optimizer is None else engine.clock.step,
-        "scaler": None if optimizer is None else engine.scaler.state(),
-        **({"private": [part["private"] for part in parts]} if "private" in parts[0] else {}),
-        **({"loader": [part.get("loader") for part in parts]} if any("loader" in part for part in parts) else {}),
+        "parameters": _with_pieces(firsts, parts, layout),
+        "buffers": layout.buffers,
+        "units": [unit for part in firsts for unit in part["units"]],
+        **_describe_steps(engine, [part["optimizer"] for part in firsts]),
+        **{field: value for field, value in optional.items() if value},
         "scheduler": parts[0].get("scheduler"),
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],
@@ -397,26 +401,67 @@ def _describe_units(engine: Engine) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_parameters(engine: Engine, parts: list[dict[str, Any]], left_out: set[str]) -> dict[str, Any]:
+def _describe_parameters(engine: Engine, layout: Layout, left_out: set[str]) -> dict[str, Any]:
+    """Return what the manifest says of the parameters of this group, but for their pieces."""
     described: dict[str, Any] = {}
-    for unit in engine.units:
-        for entry in (one for one in unit.params if one.names[0] not in left_out):
-            described[entry.names[0]] = {
+    for unit, entry in entries_of(engine):
+        name, parts = entry.names[0], layout.parts[entry.names[0]]
+        if name not in left_out and layout.writers[name][0] == layout.rank:
+            described[name] = {
                 "names": entry.names,
-                "shape": list(entry.shape),
+                "shape": list(entry.held.whole),
                 "dtype": str(unit.dtype).removeprefix("torch."),
                 **({"complex": True} if entry.is_complex else {}),
                 "trainable": unit.trainable,
-                "unit": unit.index,
+                "unit": unit.name,
+                **({} if len(parts) == 1 else {"parts": [part_json(one) for one in parts]}),
                 "pieces": {},
             }
+    return described
+
+
+def _with_pieces(firsts: list[dict[str, Any]], parts: list[dict[str, Any]], layout: Layout) -> dict[str, Any]:
+    """Return what the manifest says of all parameters."""
+    described = {name: one for part in firsts for name, one in part["parameters"].items()}
     for rank, part in enumerate(parts):
-        for name, begin, end, kinds in part["pieces"]:
+        for name, begin, end, index, kinds in part["pieces"]:
+            piece = [rank, begin, end, index] if len(layout.parts[name]) > 1 else [rank, begin, end]
             for kind in ("", *kinds):
-                described[name]["pieces"].setdefault(kind, []).append([rank, begin, end])
+                described[name]["pieces"].setdefault(kind, []).append(piece)
         for name, steps in part["steps"].items():
             described[name]["steps"] = max(steps, described[name].get("steps", 0))
     return described
+
+
+def _by_rank(parts: list[dict[str, Any]], field: str) -> list[Any]:
+    """Return what each rank says; nothing if none says it."""
+    return [part.get(field) for part in parts] if any(field in part for part in parts) else []
+
+
+def _describe_steps(engine: Engine, optimizers: list[Any]) -> dict[str, Any]:
+    """Return what the manifest says of the optimizer, by what the first rank of each group says."""
+    if optimizers[0] is None:
+        return {"optimizer": None, "steps": None, "scaler": None}
+    return {
+        "optimizer": _merged_groups(optimizers),
+        "steps": engine.clock.step,
+        "scaler": engine.scaler.state(),
+    }
+
+
+def _merged_groups(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the manifest says of the optimizer: each of its groups has the parameters of all ranks."""
+    groups = [one["groups"] for one in optimizers]
+    if len({len(one) for one in groups}) > 1:
+        raise CheckpointError(
+            f"save: the optimizers of the job have {', '.join(str(len(one)) for one in groups)} groups of parameters; build them "
+            "with the same groups on every rank, some of which may be empty"
+        )
+    merged = [
+        {"values": same[0]["values"], "parameters": list(dict.fromkeys(n for one in same for n in one["parameters"]))}
+        for same in zip(*groups, strict=True)
+    ]
+    return {"class": optimizers[0]["class"], "groups": merged}
 
 
 def _describe_optimizer(engine: Engine, optimizer: Any) -> dict[str, Any]:

@@ -49,6 +49,15 @@ class Source(ABC):
         values: torch.Tensor = self.whole(name)
         return values.detach().reshape(-1)[begin:end]
 
+    def box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        """Return a box of a tensor."""
+        values: torch.Tensor = self.whole(name)
+        return values.detach()[_slices(offset, size)]
+
+
+def _slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
+
 
 class _Mapped(Source):
     """A state dict, in memory or mapped from a file that torch wrote."""
@@ -91,6 +100,12 @@ class _Safetensors(Source):
         rows: torch.Tensor = self._file.get_slice(name)[first:last]
         return rows.reshape(-1)[begin - first * row : end - first * row]
 
+    def box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        if not offset:
+            return super().box(name, offset, size)
+        values: torch.Tensor = self._file.get_slice(name)[_slices(offset, size)]
+        return values
+
 
 class _Together(Source):
     """Several files as one."""
@@ -109,6 +124,9 @@ class _Together(Source):
 
     def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
         return self._where[name].flat(name, begin, end)
+
+    def box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        return self._where[name].box(name, offset, size)
 
 
 @contextlib.contextmanager

@@ -76,11 +76,11 @@ class Ranks:
     """The ranks of one engine, exchanging plain data. Every method is collective."""
 
     def __init__(self, engine: Member) -> None:
-        self.rank, self.count, self._comm = engine.rank, engine.ranks, engine.comm
+        self.rank, self.count, self.comm = engine.rank, engine.ranks, engine.comm
 
     def exchange(self, mine: Any) -> list[Any]:
         """Return what every rank gave, in rank order. The values travel as JSON, so tuples become lists."""
-        return exchange(self._comm, mine)
+        return exchange(self.comm, mine)
 
     def all_do(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank and share the results.

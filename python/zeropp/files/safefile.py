@@ -398,6 +398,18 @@ def _read_all(path: Path, descriptor: int, offset: int, view: memoryview) -> Non
         offset, view = offset + count, view[count:]
 
 
+def _check_entry(name: str, entry: Any, data_bytes: int) -> None:
+    """Raise ValueError unless a tensor of a header lies within the data, with the bytes of its shape and type."""
+    try:
+        begin, end = entry["data_offsets"]
+        wanted = math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
+        fits = 0 <= begin <= end <= data_bytes and end - begin == wanted and min(entry["shape"], default=0) >= 0
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"'{name}' has {str(entry)[:60]} for shape, type and offsets") from error
+    if not fits:
+        raise ValueError(f"'{name}' does not lie within the file with the bytes of its shape")
+
+
 class TensorFile:
     """A safetensors file, read range by range: nothing is mapped and nothing is read twice."""
 
@@ -410,7 +422,9 @@ class TensorFile:
                 raise ValueError(f"its header is said to have {length} bytes")
             self._entries: dict[str, Any] = json.loads(self._file.read(length))
             self._entries.pop("__metadata__", None)
-        except (ValueError, UnicodeDecodeError) as error:
+            for name, entry in self._entries.items():
+                _check_entry(name, entry, path.stat().st_size - 8 - length)
+        except (ValueError, UnicodeDecodeError, AttributeError) as error:
             self._file.close()
             raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
         self._begin = 8 + length

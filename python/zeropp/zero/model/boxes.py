@@ -80,15 +80,23 @@ def hold(parameter: torch.Tensor, whole: Sequence[int], offset: Sequence[int]) -
     Raises:
         zeropp.ConfigError: the part does not lie within the whole tensor; or it is complex.
     """
-    box = one_box(whole, offset, parameter.shape)
-    problem = problem_of(box) if len(whole) == len(offset) == parameter.ndim else "has another number of dimensions"
+    if not len(whole) == len(offset) == parameter.ndim:
+        raise ConfigError(
+            f"a part of shape {tuple(parameter.shape)} at {tuple(offset)} has another number of dimensions than its tensor of "
+            f"shape {tuple(whole)}"
+        )
+    hold_boxes(parameter, one_box(whole, offset, parameter.shape))
+
+
+def hold_boxes(parameter: torch.Tensor, part: Boxes) -> None:
+    """Note which boxes of a larger tensor a parameter is; as :func:`hold`, for several boxes."""
+    problem = problem_of(part)
     if parameter.is_complex():
         problem = "is complex, and parts of complex parameters are not supported"
     if problem:
-        raise ConfigError(
-            f"a part of shape {tuple(parameter.shape)} at {tuple(offset)} of a tensor of shape {tuple(whole)} {problem}"
-        )
-    parameter._zeropp_boxes = box  # type: ignore[attr-defined]
+        at = ", ".join(str(box.offset) for box in part.boxes)
+        raise ConfigError(f"a part of shape {part.shape} at {at} of a tensor of shape {part.whole} {problem}")
+    parameter._zeropp_boxes = part  # type: ignore[attr-defined]
 
 
 def boxes_of(parameter: torch.Tensor) -> Boxes | None:
@@ -99,20 +107,26 @@ def boxes_of(parameter: torch.Tensor) -> Boxes | None:
 
 def problem_of(part: Boxes) -> str:
     """Return what is wrong with boxes, as the end of a sentence; an empty text if nothing is."""
-    for box in part.boxes:
-        if not len(box.offset) == len(box.size) == len(box.at) == len(part.whole) == len(part.shape):
-            return "has boxes of another number of dimensions"
-        if min((*box.offset, *box.at, *(n - 1 for n in box.size)), default=0) < 0:
-            return "has a box with a negative offset or without elements"
-        if any(o + n > w for o, n, w in zip(box.offset, box.size, part.whole, strict=True)):
-            return "reaches beyond the tensor"
-        if any(a + n > m for a, n, m in zip(box.at, box.size, part.shape, strict=True)):
-            return "has a box beyond its own shape"
+    problem = next((found for box in part.boxes if (found := _problem_of_box(box, part))), "")
+    if problem:
+        return problem
     if sum(math.prod(box.size) for box in part.boxes) != part.numel:
         return "is not filled by its boxes"
-    if overlapping([(box.at, box.size) for box in part.boxes]):
-        return "has boxes that overlap"
-    return ""
+    return "has boxes that overlap" if overlapping([(box.at, box.size) for box in part.boxes]) else ""
+
+
+def _problem_of_box(box: Box, part: Boxes) -> str:
+    if not len(box.offset) == len(box.size) == len(box.at) == len(part.whole) == len(part.shape):
+        return "has boxes of another number of dimensions"
+    if min((*box.offset, *box.at, *(n - 1 for n in box.size)), default=0) < 0:
+        return "has a box with a negative offset or without elements"
+    if not _within(box.offset, box.size, part.whole):
+        return "reaches beyond the tensor"
+    return "" if _within(box.at, box.size, part.shape) else "has a box beyond its own shape"
+
+
+def _within(offset: Dims, size: Dims, shape: Dims) -> bool:
+    return all(o + n <= whole for o, n, whole in zip(offset, size, shape, strict=True))
 
 
 def overlapping(boxes: Sequence[tuple[Dims, Dims]]) -> bool:
