@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = Path(__file__).with_name("public_api.json")
 MODULES = (
     *("zeropp", "zeropp.aio", "zeropp.comm", "zeropp.config", "zeropp.elastic", "zeropp.errors", "zeropp.health"),
-    *("zeropp.nn", "zeropp.ops", "zeropp.optim", "zeropp.process_group"),
+    *("zeropp.moe", "zeropp.nn", "zeropp.ops", "zeropp.optim", "zeropp.process_group"),
 )
 FRAMEWORKS = {"zeropp.hf": "transformers", "zeropp.accelerate": "accelerate", "zeropp.lightning": "lightning"}
 Surface = dict[str, str]
