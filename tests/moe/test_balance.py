@@ -94,7 +94,7 @@ def test_counts_by_layer() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    with pytest.raises(ConfigError, match="zeropp.moe.load: Linear has no layer of experts"):
+    with pytest.raises(ConfigError, match=r"zeropp.moe.load: Linear has no layer of experts"):
         moe.load(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="no module of MoE has an e_score_correction_bias"):
         moe.balance_bias(MoE(16, 4))
@@ -102,5 +102,5 @@ def test_misuse_is_refused() -> None:
         moe.balance_bias(MoE(16, 4), 0)
     router = nn.Linear(2, 2)
     router.e_score_correction_bias = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ConfigError, match="'0.e_score_correction_bias' is a parameter, .*; wanted a buffer"):
+    with pytest.raises(ConfigError, match=r"'0.e_score_correction_bias' is a parameter, .*; wanted a buffer"):
         moe.balance_bias(nn.Sequential(router))

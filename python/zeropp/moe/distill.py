@@ -141,14 +141,15 @@ class _Headless:
     def __init__(self, role: str, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"Distill: the {role} is {what_it_is(model)}; wanted a torch.nn.Module")
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        find: Any = getattr(model, "get_output_embeddings", None)
+        head: Any = None if find is None else find()
         if not isinstance(head, nn.Module) or not hasattr(head, "weight"):
             raise ConfigError(
                 f"Distill: the {role}, a {type(model).__name__}, has no get_output_embeddings() that gives its head"
             )
-        self.role, self.model = role, model
-        self.head: Any = head
-        self.classes = int(head.weight.shape[0])
+        self.role, self.model, self.head = role, model, head
+        weight: Any = head.weight
+        self.classes = int(weight.shape[0])
         self._checked = False
 
     def hidden(self, batch: dict[str, Any]) -> tuple[Tensor, Any]:
