@@ -36,7 +36,11 @@ def by_expert(made: Router, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights by expert, (T, E), the balance loss and the counts."""
     routes = made(tokens)
     spread = torch.zeros(len(tokens), made.num_experts + 1)
-    return spread.scatter(1, routes.chosen.long(), routes.weights)[:, :-1], routes.balance_loss, routes.counts
+    return (
+        spread.scatter(1, routes.chosen.long() % (made.num_experts + 1), routes.weights)[:, :-1],
+        routes.balance_loss,
+        routes.counts,
+    )
 
 
 def wanted(made: Router, tokens: Tensor, **rule: Any) -> tuple[Tensor, Tensor, list[int]]:
@@ -125,7 +129,7 @@ def test_random_drops_are_as_many_and_others() -> None:
         made = router(4, 1, 5, drop=drop, capacity=0.5)
         torch.manual_seed(len(kept))
         kept.append(made(x).chosen[:, 0])
-    counts = [torch.bincount(one.long(), minlength=5).tolist() for one in kept]
+    counts = [torch.bincount(one.long() % 5, minlength=5).tolist() for one in kept]
     assert counts[0] == counts[1] == counts[2] and counts[0][4] > 0
     assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
 
@@ -133,7 +137,7 @@ def test_random_drops_are_as_many_and_others() -> None:
 def test_capacity_of_evaluation() -> None:
     made = router(4, 1, 5, capacity=0.5, eval_capacity=None)
     x = torch.randn(200, HIDDEN)
-    assert bool((made(x).chosen == 4).any()) and not bool((made.eval()(x).chosen == 4).any())
+    assert bool((made(x).chosen < 0).any()) and not bool((made.eval()(x).chosen < 0).any())
 
 
 @pytest.mark.parametrize(

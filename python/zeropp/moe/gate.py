@@ -129,7 +129,7 @@ class Routes(NamedTuple):
     weights: Tensor
     """(T, k) fp32, differentiable; 0 where the assignment was dropped."""
     chosen: Tensor
-    """(T, k) int32: the experts, best first; E where the assignment was dropped."""
+    """(T, k) int32: the experts, best first; -1 where the assignment was dropped."""
     counts: Tensor
     """(E,) int64: assignments of each expert, before any is dropped."""
     balance_loss: Tensor
@@ -200,7 +200,7 @@ class Router(nn.Module):
         weights = made.weights * kept
         if normalise:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).eps)
-        chosen = made.chosen.masked_fill(~kept, self.num_experts)
+        chosen = made.chosen.masked_fill(~kept, -1)
         return Routes(weights, chosen, made.counts, balance, made.z_loss)
 
     @torch.no_grad()

@@ -102,12 +102,15 @@ class Experts(nn.Module):
 
         Args:
             hidden_states: (T, H).
-            top_k_index: (T, k) int: experts; E stands for none, as in transformers.
+            top_k_index: (T, k) int: experts; -1: dropped.
             top_k_weights: (T, k) floating.
         """
         stacks = {name: getattr(self, own).unbind(0) for own, name in self._names.items()}
         count = len(next(iter(stacks.values())))
-        plan = moe_plan(top_k_index.to(torch.int32), count + 1)
+        chosen = top_k_index.to(torch.int32)
+        plan = moe_plan(
+            chosen.where(chosen >= 0, count), count + 1
+        )  # what is dropped goes to one more, which nobody computes
         rows = moe_dispatch(hidden_states, plan).split(plan.kept.tolist())
         made = [self._one(rows[e], {n: stack[e] for n, stack in stacks.items()}) for e in range(count)]
         out = torch.cat([*made, torch.zeros_like(rows[count])])
