@@ -187,6 +187,31 @@ static void check_row_kernels(const struct zpp_moe_kernels *kernels, const char 
 }
 static void rows(void) { each_level(check_row_kernels); }
 
+/* The first row is the gate, then up and grad; results go where the caller reads, as they may. */
+static void check_swiglu(const struct zpp_moe_kernels *kernels, const char *level) {
+    for (int d = 0; d < 3; ++d) for (int l = 0; l < 11; ++l) {
+        const zpp_dtype dtype = kinds[d];
+        const size_t elems = lengths[l], bytes = elems * zpp_dtype_bytes(dtype);
+        static uint8_t again[3][4 * ROOM_ELEMS];
+        fill_rows(dtype);
+        zpp_moe_scalar.swiglu(arrays.want, arrays.rows[0], arrays.rows[1], elems, dtype);
+        kernels->swiglu(arrays.got, arrays.rows[0], arrays.rows[1], elems, dtype);
+        check_written("swiglu", level, dtype, elems, 0);
+        for (int r = 0; r < 3; ++r) memcpy(again[r], arrays.rows[r], sizeof again[r]);
+        const struct zpp_moe_swiglu_row want = { arrays.rows[0], arrays.rows[1], arrays.rows[2],
+                                                 arrays.rows[3], arrays.rows[4], arrays.want };
+        const struct zpp_moe_swiglu_row got = { again[0], again[1], again[2], again[0], again[1], again[2] };
+        zpp_moe_scalar.swiglu_backward(&want, elems, dtype);
+        kernels->swiglu_backward(&got, elems, dtype);
+        CHECK(same_floats(arrays.rows[3], again[0], dtype, elems));
+        CHECK(same_floats(arrays.rows[4], again[1], dtype, elems));
+        CHECK(same_floats(arrays.want, again[2], dtype, elems));
+        for (int r = 0; r < 3; ++r)
+            CHECK(memcmp(again[r] + bytes, arrays.rows[r] + bytes, sizeof again[r] - bytes) == 0);
+    }
+}
+static void gated(void) { each_level(check_swiglu); }
+
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
 enum { TOKENS = 777, EXPERTS = 13, CHOICES = 3, WIDTH = 67, CAPACITY = 150 };
 
@@ -250,7 +275,7 @@ static void no_tokens(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(exp_is_within_two_ulp), TEST(scores), TEST(rows),
+    static const struct test_case cases[] = { TEST(exp_is_within_two_ulp), TEST(scores), TEST(rows), TEST(gated),
                                               TEST(threads_do_not_show), TEST(no_tokens), {0} };
     return test_main(argc, argv, cases);
 }

@@ -22,6 +22,12 @@ struct zpp_moe_row_sums {
 /* What is less does not count, for the choice of experts: it comes last, as NaN and -inf do. */
 static const float ZPP_MOE_LEAST = -3.4e38f;
 
+/* A row of SwiGLU's backward; what is written may be what is read at the same place. */
+struct zpp_moe_swiglu_row {
+    const void *gate, *up, *grad;
+    void *grad_gate, *grad_up, *out;
+};
+
 struct zpp_moe_kernels {
     /* A row of scores, which have room for whole sixteens; what is beyond `experts` becomes 0. */
     struct zpp_moe_row_sums (*scores)(const float *logits, size_t experts, bool sigmoid, float *scores);
@@ -37,6 +43,9 @@ struct zpp_moe_kernels {
     void (*scale)(void *out, const void *row, float weight, size_t elems, zpp_dtype dtype, bool stream);
     float (*dot)(const void *a, const void *b, size_t elems, zpp_dtype dtype);
     void (*copy)(void *to, const void *from, size_t bytes, bool stream);
+    /* out = silu(gate) * up; out may be gate or up */
+    void (*swiglu)(void *out, const void *gate, const void *up, size_t elems, zpp_dtype dtype);
+    void (*swiglu_backward)(const struct zpp_moe_swiglu_row *row, size_t elems, zpp_dtype dtype);
 };
 
 ZPP_ISA_DECLARE(struct zpp_moe_kernels, zpp_moe);

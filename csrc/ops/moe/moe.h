@@ -89,6 +89,16 @@ void zpp_moe_combine(const struct zpp_moe_rows *rows, const void *buffer, const 
 void zpp_moe_combine_backward(const struct zpp_moe_rows *rows, const void *buffer, const float *weights,
                               const void *grad_y, void *grad_buffer, float *grad_weights, zpp_pool *pool);
 
+/* --- SwiGLU --------------------------------------------------------------------------------------------------------
+ * The activation of gated experts (Shazeer 2020): out = silu(g) * u, silu(g) = g s, s = 1 / (1 + e^-g), of rows [g | u]
+ * of 2 inner elements; F32, BF16 or F16, computed in fp32 and rounded once. The backward, from grad by out, makes `out`
+ * again, for the gradient of what follows:
+ *   grad_u = grad silu(g),   grad_g = grad u (s + silu(g) (1 - s))
+ * gate_up, grad_gate_up: [rows][2 * inner]; grad, out: [rows][inner]. grad_gate_up may be gate_up, and out grad. */
+void zpp_moe_swiglu(const void *gate_up, void *out, size_t rows, size_t inner_elems, zpp_dtype dtype, zpp_pool *pool);
+void zpp_moe_swiglu_backward(const void *gate_up, const void *grad, void *grad_gate_up, void *out, size_t rows,
+                             size_t inner_elems, zpp_dtype dtype, zpp_pool *pool);
+
 /* --- on CUDA -------------------------------------------------------------------------------------------------------
  * The same, where all pointers in the structs and beside them are device memory: enqueued on `native` (torch's current
  * stream). Same bits, but for the z loss and its gradient, which take the device's logarithm. Experts and slots are not

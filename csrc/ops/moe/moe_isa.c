@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 #include "../element.h"
+#include "../exp.h"
 #include "../round.h"
 
 /* Elements [begin, end) one by one. */
@@ -22,13 +23,32 @@ static void combine_elements(void *out, const void *const *rows, const float *we
     }
 }
 
+/* s = 1 / (1 + e^-g): the sigmoid of SwiGLU (moe.h). */
+static float sigmoid_of(float g) { return ZPP_DIV(1.0f, ZPP_ADD(1.0f, zpp_exp(ZPP_SUB(0.0f, g)))); }
+
+static void swiglu_elements(void *out, const void *gate, const void *up, size_t begin, size_t end, zpp_dtype dtype) {
+    for (size_t i = begin; i < end; ++i) {
+        const float g = zpp_element_load(gate, dtype, i);
+        zpp_element_store(out, dtype, i, ZPP_MUL(ZPP_MUL(g, sigmoid_of(g)), zpp_element_load(up, dtype, i)));
+    }
+}
+
+static void swiglu_backward_elements(const struct zpp_moe_swiglu_row *row, size_t begin, size_t end, zpp_dtype dtype) {
+    for (size_t i = begin; i < end; ++i) {
+        const float g = zpp_element_load(row->gate, dtype, i), u = zpp_element_load(row->up, dtype, i);
+        const float grad = zpp_element_load(row->grad, dtype, i), s = sigmoid_of(g), silu = ZPP_MUL(g, s);
+        const float slope = ZPP_ADD(s, ZPP_MUL(silu, ZPP_SUB(1.0f, s)));
+        zpp_element_store(row->out, dtype, i, ZPP_MUL(silu, u));
+        zpp_element_store(row->grad_gate, dtype, i, ZPP_MUL(ZPP_MUL(grad, u), slope));
+        zpp_element_store(row->grad_up, dtype, i, ZPP_MUL(grad, silu));
+    }
+}
+
 #if ZPP_LANES == 1
 
 #include <assert.h>
 #include <math.h>
 #include <string.h>
-
-#include "../exp.h"
 
 static float greatest(const float *from, size_t elems) {
     float lanes[ZPP_MOE_LANES];
@@ -98,6 +118,14 @@ static float dot(const void *a, const void *b, size_t elems, zpp_dtype dtype) {
 static void copy(void *to, const void *from, size_t bytes, bool stream) {
     (void)stream;
     memcpy(to, from, bytes);
+}
+
+static void swiglu(void *out, const void *gate, const void *up, size_t elems, zpp_dtype dtype) {
+    swiglu_elements(out, gate, up, 0, elems, dtype);
+}
+
+static void swiglu_backward(const struct zpp_moe_swiglu_row *row, size_t elems, zpp_dtype dtype) {
+    swiglu_backward_elements(row, 0, elems, dtype);
 }
 
 #else
@@ -260,6 +288,54 @@ static float dot(const void *a, const void *b, size_t elems, zpp_dtype dtype) {
 
 static void copy(void *to, const void *from, size_t bytes, bool stream) { v16_copy(to, from, bytes, stream); }
 
+V16_FN v16 sigmoid16(v16 g) {
+    const v16 one = v16_set1(1.0f);
+    return v16_div(one, v16_add(one, v16_exp(v16_sub(v16_set1(0.0f), g))));
+}
+
+V16_FN size_t swiglu_as(void *out, const void *gate, const void *up, size_t elems, const zpp_dtype dtype) {
+    size_t i = 0;
+    for (; i + V16_LANES <= elems; i += V16_LANES) {
+        const v16 g = v16_load_as(gate, i, dtype);
+        v16_store_as(out, i, dtype, v16_mul(v16_mul(g, sigmoid16(g)), v16_load_as(up, i, dtype)));
+    }
+    return i;
+}
+
+V16_FN size_t swiglu_backward_as(const struct zpp_moe_swiglu_row *row, size_t elems, const zpp_dtype dtype) {
+    size_t i = 0;
+    for (; i + V16_LANES <= elems; i += V16_LANES) {
+        const v16 g = v16_load_as(row->gate, i, dtype), u = v16_load_as(row->up, i, dtype);
+        const v16 grad = v16_load_as(row->grad, i, dtype), s = sigmoid16(g), silu = v16_mul(g, s);
+        const v16 slope = v16_add(s, v16_mul(silu, v16_sub(v16_set1(1.0f), s)));
+        v16_store_as(row->out, i, dtype, v16_mul(silu, u));
+        v16_store_as(row->grad_gate, i, dtype, v16_mul(v16_mul(grad, u), slope));
+        v16_store_as(row->grad_up, i, dtype, v16_mul(grad, silu));
+    }
+    return i;
+}
+
+static void swiglu(void *out, const void *gate, const void *up, size_t elems, zpp_dtype dtype) {
+    size_t done;
+    switch (dtype) {
+    case ZPP_BF16: done = swiglu_as(out, gate, up, elems, ZPP_BF16); break;
+    case ZPP_F16: done = swiglu_as(out, gate, up, elems, ZPP_F16); break;
+    default: done = swiglu_as(out, gate, up, elems, ZPP_F32); break;
+    }
+    swiglu_elements(out, gate, up, done, elems, dtype);
+}
+
+static void swiglu_backward(const struct zpp_moe_swiglu_row *row, size_t elems, zpp_dtype dtype) {
+    size_t done;
+    switch (dtype) {
+    case ZPP_BF16: done = swiglu_backward_as(row, elems, ZPP_BF16); break;
+    case ZPP_F16: done = swiglu_backward_as(row, elems, ZPP_F16); break;
+    default: done = swiglu_backward_as(row, elems, ZPP_F32); break;
+    }
+    swiglu_backward_elements(row, done, elems, dtype);
+}
+
 #endif
 
-const struct zpp_moe_kernels ZPP_ISA_NAME(zpp_moe) = { scores_of, choose, add, combine, scale, dot, copy };
+const struct zpp_moe_kernels ZPP_ISA_NAME(zpp_moe) = { scores_of, choose, add, combine, scale,
+                                                         dot, copy, swiglu, swiglu_backward };

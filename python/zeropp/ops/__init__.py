@@ -34,16 +34,15 @@ from zeropp.ops.block_sparse import SparseLayout, sparse_attention
 from zeropp.ops.fp8 import Fp8, fp8_dequantise_, fp8_quantise, fp8_quantise_
 from zeropp.ops.lamb import lamb_moments_, lamb_step_
 from zeropp.ops.moe import (
-    MoeExchange,
     MoeGate,
     MoePlan,
     moe_capacity,
     moe_combine,
     moe_dispatch,
-    moe_exchange,
     moe_gate,
     moe_plan,
     moe_share,
+    swiglu,
 )
 from zeropp.ops.moments import moments_decode_, moments_encode_, moments_scales
 from zeropp.ops.onebit import OneBit, onebit_compress_, onebit_decode_, onebit_reduce_
@@ -53,12 +52,12 @@ from zeropp.ops.quant import Quantised, dequantise_, quant_reduce_, quant_sum_, 
 from zeropp.ops.tokens import token_gather, token_sample, token_scatter
 
 __all__ = [
-    "Fp8", "MoeExchange", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_",
+    "Fp8", "MoeGate", "MoePlan", "OneBit", "Quantised", "SparseLayout", "adagrad_step_", "adam_step_", "dequantise_",
     "fp8_dequantise_", "fp8_quantise", "fp8_quantise_", "frozen_adam_step_", "lamb_moments_", "lamb_step_", "lion_step_",
-    "moe_capacity", "moe_combine", "moe_dispatch", "moe_exchange", "moe_gate", "moe_plan", "moe_share", "moments_decode_", "moments_encode_",
+    "moe_capacity", "moe_combine", "moe_dispatch", "moe_gate", "moe_plan", "moe_share", "moments_decode_", "moments_encode_",
     "moments_scales", "norm_squares",
     "onebit_compress_", "onebit_decode_", "onebit_lamb_fresh_", "onebit_reduce_", "quant_reduce_", "quant_sum_", "quantise", "quantise_",
-    "register", "sgd_step_", "sparse_attention", "token_gather",
+    "register", "sgd_step_", "sparse_attention", "swiglu", "token_gather",
     "token_sample", "token_scatter", "zero_one_adam_step_",
 ]  # fmt: skip
 

@@ -12,16 +12,15 @@ from torch import Tensor
 from zeropp.ops import checks
 
 __all__ = [
-    "MoeExchange",
     "MoeGate",
     "MoePlan",
     "moe_capacity",
     "moe_combine",
     "moe_dispatch",
-    "moe_exchange",
     "moe_gate",
     "moe_plan",
     "moe_share",
+    "swiglu",
 ]
 
 _INT32 = (torch.int32,)
@@ -218,6 +217,32 @@ def moe_combine(rows: Tensor, plan: MoePlan, weights: Tensor | None = None, *, o
     return out
 
 
+def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return ``silu(gate) * up`` of rows ``[gate | up]`` in one pass (SwiGLU, Shazeer 2020). Differentiable without ``out``.
+
+    Reads 2 and writes 1 element a result; the backward reads 3 and writes 3, where torch's operators do so several times.
+
+    Args:
+        gate_up: (..., 2 I), fp32, bf16 or fp16, on the cpu.
+        out: (..., I) of gate_up's dtype to write to, or None for a new tensor.
+
+    Raises:
+        TypeError, ValueError: a wrong argument.
+    """
+    name = "zeropp.ops.swiglu"
+    checks.check_readable(name, "gate_up", gate_up)
+    if gate_up.dim() < 1 or gate_up.shape[-1] % 2 or not gate_up.shape[-1]:
+        raise ValueError(f"{name}: gate_up has shape {tuple(gate_up.shape)}, wanted (..., 2 I) with I >= 1")
+    inner = gate_up.shape[-1] // 2
+    shape = (*gate_up.shape[:-1], inner)
+    if out is None:
+        return _tensor(checks.ask(name, torch.ops.zeropp.swiglu.default, [gate_up.contiguous(), inner])).view(shape)
+    checks.check_tensor(name, "gate_up", gate_up)
+    checks.check_tensor(name, "out", out)
+    checks.call(f"{name}_", torch.ops.zeropp.swiglu_.default, [gate_up.contiguous(), out, inner], [out])
+    return out
+
+
 def _tensor(value: Any) -> Tensor:
     assert isinstance(value, Tensor)
     return value
@@ -282,6 +307,36 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     op = torch.ops.zeropp.moe_combine_backward.default
     grad_rows, grad_weights = op(grad, rows, slots, kept, weights, *numbers)
     return grad_rows, *none, grad_weights.view_as(weights), None, None, None
+
+
+def _swiglu_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate_up, ctx.inner = inputs
+    ctx.save_for_backward(gate_up)
+
+
+def _swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (gate_up,) = ctx.saved_tensors
+    grad_gate_up, _ = torch.ops.zeropp.swiglu_backward.default(grad.contiguous(), gate_up, ctx.inner)
+    return grad_gate_up.view_as(gate_up), None
+
+
+def _fake_swiglu(gate_up: Tensor, inner: int) -> Tensor:
+    checks.fake_check("zeropp.ops.swiglu", "gate_up", gate_up, checks.FLOATS)
+    return gate_up.new_empty((gate_up.numel() // (2 * inner), inner))
+
+
+def _fake_swiglu_into(gate_up: Tensor, out: Tensor, inner: int) -> None:
+    checks.fake_check("zeropp.ops.swiglu_", "out", out, (gate_up.dtype,))
+
+
+def _fake_swiglu_backward(grad: Tensor, gate_up: Tensor, inner: int) -> tuple[Tensor, Tensor]:
+    checks.fake_check("zeropp.ops.swiglu_backward", "grad", grad, (gate_up.dtype,))
+    rows = gate_up.numel() // (2 * inner)
+    return gate_up.new_empty((rows, 2 * inner)), gate_up.new_empty((rows, inner))
+
+
+def _fake_swiglu_backward_into(grad: Tensor, gate_up: Tensor, grad_gate_up: Tensor, out: Tensor, inner: int) -> None:
+    checks.fake_check("zeropp.ops.swiglu_backward_", "grad", grad, (gate_up.dtype,))
 
 
 def _fake_gate(
@@ -377,55 +432,17 @@ FAKES: dict[str, Any] = {
     "moe_combine": _fake_combine,
     "moe_combine_": _fake_combine_into,
     "moe_combine_backward": _fake_combine_backward,
+    "swiglu": _fake_swiglu,
+    "swiglu_": _fake_swiglu_into,
+    "swiglu_backward": _fake_swiglu_backward,
+    "swiglu_backward_": _fake_swiglu_backward_into,
 }
 GRADIENTS: checks.Gradients = {
     "moe_gate": (_gate_backward, _gate_context),
     "moe_dispatch": (_dispatch_backward, _dispatch_context),
     "moe_combine": (_combine_backward, _combine_context),
+    "swiglu": (_swiglu_backward, _swiglu_context),
 }
-
-
-class MoeExchange(NamedTuple):
-    """The layout of one rank's all-to-all, for ``torch.distributed.all_to_all_single``."""
-
-    send_splits: list[int]
-    """Rows to each rank: ``input_split_sizes`` on the way to the experts, ``output_split_sizes`` on the way back."""
-    receive_splits: list[int]
-    """Rows from each rank: the other way round."""
-    plan: MoePlan
-    """Of the rows that arrive: ``moe_dispatch`` groups them by expert, ``moe_combine`` puts them back in order."""
-    counts: Tensor
-    """(E / R,) int64: rows of each of this rank's experts, in the order of the grouped buffer."""
-
-
-def moe_exchange(kept: Tensor, received: Tensor) -> MoeExchange:
-    """Return the layout of a dropless all-to-all, from counts that were exchanged first.
-
-    Args:
-        kept: (E,) int64, ``moe_plan(...).kept``: rows of each expert that this rank sends.
-        received: (R, E / R) int64: what each rank sends to each of this rank's experts; ``kept`` after an
-            ``all_to_all_single`` of equal parts.
-
-    Raises:
-        TypeError, ValueError: a wrong argument, or a negative count.
-    """
-    name = "zeropp.ops.moe"
-    for label, counts, dims in (("kept", kept, 1), ("received", received, 2)):
-        checks.check_tensor(name, label, counts, checks.BOTH)
-        if counts.dtype != torch.int64 or counts.dim() != dims:
-            raise ValueError(
-                f"{name}: {label} is {counts.dtype} {tuple(counts.shape)}, wanted int64 of {dims} dimensions"
-            )
-    ranks = received.shape[0]
-    if kept.numel() != received.numel() or not ranks or not kept.numel():
-        raise ValueError(
-            f"{name}: received is {tuple(received.shape)}, wanted (R, E / R) with E = {kept.numel()}, the experts of kept"
-        )
-    if min(int(kept.min()), int(received.min())) < 0:
-        raise ValueError(f"{name}: a count is negative, wanted numbers of rows")
-    experts = torch.arange(received.shape[1], dtype=torch.int32, device=received.device).repeat(ranks)
-    plan = moe_plan(torch.repeat_interleave(experts, received.flatten())[:, None], received.shape[1])
-    return MoeExchange(kept.view(ranks, -1).sum(1).tolist(), received.sum(1).tolist(), plan, plan.kept)
 
 
 def moe_share(tokens: int, rank: int, ranks: int) -> slice:
