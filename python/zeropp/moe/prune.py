@@ -76,7 +76,8 @@ def aggregate(models: Sequence[M]) -> M:
         refuse_prepared(model, "zeropp.moe.aggregate")
         _check_alike(f"zeropp.moe.aggregate: model {number}", models[0], states[0], model, state)
     values = {name: layout.join(name, [state[name] for state in states]) for name in states[0]}
-    return layout.build(models[0], layout.experts * len(models), layout.groups * len(models), values)
+    groups = layout.groups * len(models) if layout.groups > 1 else 1
+    return layout.build(models[0], layout.experts * len(models), groups, values)
 
 
 def _check_alike(

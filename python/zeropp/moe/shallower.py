@@ -34,19 +34,27 @@ def shallower(model: M, layers: int | Sequence[int]) -> M:
     stack = _stack(model)
     kept = _kept(len(stack), layers)
     path = stack[0][0].rpartition(".")[0]
-    parent, _, name = path.rpartition(".")
-    owner, before = model.get_submodule(parent), model.get_submodule(path)
+    before = model.get_submodule(path)
     dropped = {layer for number, (_, layer) in enumerate(stack) if number not in kept}
     rest = [layer for layer in before.children() if layer not in dropped]
-    setattr(owner, name, nn.Sequential(*rest) if isinstance(before, nn.Sequential) else nn.ModuleList(rest))
-    try:
-        made = copy.deepcopy(model)  # the layers that are left out are never copied
-    finally:
-        setattr(owner, name, before)
+    made = _copy_with(model, path, nn.Sequential(*rest) if isinstance(before, nn.Sequential) else nn.ModuleList(rest))
     places = [rest.index(stack[number][1]) for number in kept]
     _renumber([list(made.get_submodule(path).children())[place] for place in places], kept)
     _cut_config(made, len(stack), kept)
     return made
+
+
+def _copy_with(model: M, path: str, layers: nn.Module) -> M:
+    """Return a copy of a model with other layers; those that are left out are never copied."""
+    if not path:
+        return copy.deepcopy(layers)  # type: ignore[return-value]
+    parent, _, name = path.rpartition(".")
+    owner, before = model.get_submodule(parent), model.get_submodule(path)
+    setattr(owner, name, layers)
+    try:
+        return copy.deepcopy(model)
+    finally:
+        setattr(owner, name, before)
 
 
 def _stack(model: nn.Module) -> list[Named]:
