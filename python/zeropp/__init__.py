@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zeropp.config import Comm as Comm
     from zeropp.config import Config as Config
     from zeropp.config import Efficiency as Efficiency
+    from zeropp.config import Experts as Experts
     from zeropp.config import Growth as Growth
     from zeropp.config import LayerDrop as LayerDrop
     from zeropp.config import LossScale as LossScale
@@ -75,7 +76,7 @@ _HOME = {
     "estimate": "zero.memory_plan",
     "initialize": "deepspeed.engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
-    **dict.fromkeys(("Efficiency", "Growth", "LayerDrop", "TokenDrop"), "config"),
+    **dict.fromkeys(("Efficiency", "Experts", "Growth", "LayerDrop", "TokenDrop"), "config"),
     **dict.fromkeys(
         (
             "CheckpointError", "CommError", "CommTimeoutError", "ConfigError", "Error", "NotBuiltError", "PartitionedParameterError",
@@ -154,21 +155,29 @@ def _load() -> None:
         default_group.install()
 
 
-def _register_attention() -> None:
-    """Make ``attn_implementation="zeropp"`` known to transformers; what computes it is loaded when a model first calls it."""
-    transformers, home = importlib.import_module("transformers"), "zeropp.efficiency.attention"
+def _register_with_transformers() -> None:
+    """Make the implementation "zeropp" of attention, experts and expert parallelism known to transformers; what computes it is loaded
+    when a model first calls it."""
+    transformers: Any = importlib.import_module("transformers")
 
-    def later(name: str) -> Any:
+    def later(home: str, name: str) -> Any:
         return lambda *given, **named: getattr(importlib.import_module(home), name)(*given, **named)
 
-    transformers.AttentionInterface.register("zeropp", later("attend"))
-    transformers.AttentionMaskInterface.register("zeropp", later("seen_keys"))
+    transformers.AttentionInterface.register("zeropp", later("zeropp.efficiency.attention", "attend"))
+    transformers.AttentionMaskInterface.register("zeropp", later("zeropp.efficiency.attention", "seen_keys"))
+    for module, interface, name in (
+        ("integrations.moe", "ALL_EXPERTS_FUNCTIONS", "experts_forward"),
+        ("distributed.expert_parallel", "EPImplementationInterface", "EpImplementation"),
+    ):
+        there = sys.modules.get(f"transformers.{module}")  # older versions have none
+        if there is not None:
+            getattr(there, interface).register("zeropp", later("zeropp.moe.experts", name))
 
 
 def _register_names() -> None:
     """Make zeropp's names known to Lightning and transformers, where they are imported already: neither has entry points."""
     if "transformers.modeling_utils" in sys.modules:
-        _register_attention()
+        _register_with_transformers()
     if any(
         name in sys.modules
         for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")

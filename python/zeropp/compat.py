@@ -250,6 +250,26 @@ def _of_hosts() -> Iterator[Row]:
               "each host has a whole copy of quantised weights anyway", "leave it at 0", {"hosts": MORE_THAN_ONE})
 
 
+def _of_experts() -> Iterator[Row]:
+    experts = "Config.experts"
+    yield Row(experts, GIVEN, OPTIMIZER, kinds(*TALKING),
+              "its step goes over all ranks, of which each has its own experts", "use AdamW or another element-wise optimizer, or leave it at None")
+    yield Row(experts, GIVEN, "Precision.stored", GIVEN,
+              "experts in few bits are not divided among ranks yet", "leave one of the two out")
+    for kind in ("params", "grads", "optimizer"):
+        yield Row(experts, GIVEN, f"Config.offload.{kind}.kind", these("nvme"),
+                  "files are laid out for units that all ranks partition", f"leave it at None, or keep offload.{kind} off 'nvme'")
+    for option, values in (
+        ("Config.offload.delayed_update", GIVEN),
+        ("Config.step_in_backward", YES),
+        ("Config.comm.params", other_than("exact")),
+        ("Config.comm.grads", other_than("exact")),
+        ("Config.comm.secondary_shard", other_than(0)),
+        ("hosts", MORE_THAN_ONE),
+    ):
+        yield Row(experts, GIVEN, option, values, "it is not done for experts of several ranks yet", "leave one of the two out")
+
+
 def _of_calls() -> Iterator[Row]:
     """Functions that are called later on: unfreezing, clipping, moving the states away."""
     yield Row("Precision.stored", GIVEN, UNFREEZING, YES,
@@ -333,6 +353,7 @@ TABLE: tuple[tuple[str, tuple[Row, ...]], ...] = (
     ("Optimizers", tuple(_of_optimizers())),
     ("Types of the model", tuple(_of_types())),
     ("Ranks and hosts", tuple(_of_hosts())),
+    ("Experts", tuple(_of_experts())),
     ("Calls after prepare", tuple(_of_calls())),
     ("DeepSpeed's file", tuple(_of_deepspeed())),
     ("Trainer's arguments", tuple(_of_trainer())),

@@ -102,7 +102,7 @@ def test_a_pruned_model_is_the_model_without_the_other_experts(kind: str, tmp_pa
     kept = {}
     for name, count in load.items():
         parts = count.view(2, 4) if kind == "DeepseekV3" else count.view(1, EXPERTS)
-        best = [sorted(range(len(part)), key=lambda e: (-int(part[e]), e))[: 4 // len(parts)] for part in parts]  # noqa: B023
+        best = [sorted(range(len(part)), key=lambda e: (-int(part[e]), e))[: 4 // len(parts)] for part in parts]
         kept[name] = torch.tensor(sorted(e + 4 * g for g, part in enumerate(best) for e in part))
         ours, theirs = pruned.get_submodule(name), model.get_submodule(name)
         for (which, value), old in zip(ours.named_parameters(), theirs.parameters(), strict=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,9 +71,9 @@ def named_full_tensors(
         return
     for bucket in _buckets(engine, bucket_bytes):
         entries = [entry for unit in bucket for entry in unit.params if only is None or any(map(only, entry.names))]
-        with gathered([entry.param for entry in entries]):
+        with gathered([entry.shown for entry in entries]):
             for entry in entries:
-                yield entry.names[0], entry.param.detach().clone()
+                yield entry.names[0], entry.shown.detach().clone()
     for name, buffer in loose_tensors(model):
         if only is None or only(name):
             yield name, buffer.detach().clone()
@@ -240,7 +241,7 @@ def _bar(engine: Engine, shown: bool) -> Iterator[Callable[[int], object]]:
 def _take(engine: Engine, unit: Unit, entry: Entry, values: Source, name: str) -> None:
     """Take the part of one parameter that this rank holds."""
     offset, numel = entry.offset_elems, entry.numel
-    if unit.place == WHOLE or engine.local:
+    if unit.place == WHOLE or unit.local:
         write_piece(unit, offset, _numbers(entry, values, name, 0, numel))
         return
     low, high = max(offset, unit.begin_elems), min(offset + numel, unit.begin_elems + unit.shard.numel())
@@ -314,7 +315,11 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
     ranks = job_of(engine)
     target = Path(folder)
     if engine.job is None:
-        sizes = [(e.names[0], e.numel * u.dtype.itemsize) for u in engine.units for e in u.params]
+        sizes = [
+            (e.names[0], math.prod(e.held.whole) * (2 if e.is_complex else 1) * u.dtype.itemsize)
+            for u in engine.units
+            for e in u.params
+        ]
         sizes += [(name, buffer.nbytes) for name, buffer in loose_tensors(model)]
     else:
         sizes = JobState(engine, model, "export").sizes()

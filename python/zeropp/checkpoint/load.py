@@ -146,7 +146,7 @@ def _without_values(engine: Engine) -> dict[str, Any]:
 
 def _own_names(engine: Engine, optimizer: Any) -> dict[str, Any]:
     """Return the first names of this rank's parameters, and those of each of its optimizer's groups."""
-    names = {id(entry.param): entry.names[0] for _, entry in entries_of(engine)}
+    names = {id(entry.shown): entry.names[0] for _, entry in entries_of(engine)}
     groups = [] if optimizer is None else [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     return {"names": list(names.values()), "groups": groups}
 

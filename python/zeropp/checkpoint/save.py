@@ -465,7 +465,7 @@ def _merged_groups(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _describe_optimizer(engine: Engine, optimizer: Any) -> dict[str, Any]:
-    names = {id(entry.param): entry.names[0] for unit in engine.units for entry in unit.params}
+    names = {id(entry.shown): entry.names[0] for unit in engine.units for entry in unit.params}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         held: dict[str, torch.Tensor] = {}

@@ -20,6 +20,7 @@ from zeropp.comm.collective import Ranks, all_gather
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
 from zeropp.zero.model.parameter import Ref, ref_of
+from zeropp.zero.model.part import parts_of
 from zeropp.zero.model_state import WHOLE, Entry, Unit
 from zeropp.zero.step import moments
 
@@ -53,9 +54,15 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
         zeropp.ConfigError: no such kind; or not a parameter of a prepared model.
     """
     part = _Part(_ref(param))
-    engine = part.engine
-    engine.flush()
-    if engine.local:
+    part.engine.flush()
+    whole = _of_group(part, kind)
+    return whole if part.parts is None else part.parts.gather_some(whole, part.unit.grad_dtype)
+
+
+def _of_group(part: _Part, kind: str) -> torch.Tensor | None:
+    """Return all that the ranks which partition a unit have of one parameter."""
+    unit = part.unit
+    if unit.local:
         held = part.read(kind)
         return None if held is None else part.entry.of(held.clone())
     parts: list[torch.Tensor | None] = []
@@ -64,7 +71,7 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
         parts.append(part.read(kind))
         return None if parts[0] is None else str(parts[0].dtype)
 
-    types = [one for one in Ranks(engine).all_do(read) if one is not None]
+    types = [one for one in Ranks(unit).all_do(read) if one is not None]
     held = parts[0]
     if not types:
         return None
@@ -73,10 +80,10 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     most = max(last - first for first, last in spans)
     shard = part.unit.shard
     mine = torch.zeros(most, dtype=dtype, device="cpu" if shard.is_meta else shard.device)  # meta: it is in a file
-    every = torch.empty(most * engine.ranks, dtype=dtype, device=mine.device)
+    every = torch.empty(most * unit.ranks, dtype=dtype, device=mine.device)
     if held is not None:
         mine[: held.numel()] = held
-    all_gather(engine.comm, every, mine)
+    all_gather(unit.comm, every, mine)
     pieces = [every[rank * most : rank * most + last - first] for rank, (first, last) in enumerate(spans)]
     return part.entry.of(torch.cat(pieces))
 
@@ -93,7 +100,7 @@ def set_local(param: nn.Parameter, values: torch.Tensor, kind: str = "value") ->
             f"{part.begin} to {part.begin + part.elems} (zeropp.local_range)"
         )
     if kind == "value":
-        if part.unit.place == WHOLE and not part.engine.local:
+        if part.unit.place == WHOLE and not part.unit.local:
             raise ConfigError(f"set_local: every rank holds all of '{part.name}'; use zeropp.set_full")
         with part.engine.write_shards(), torch.no_grad():
             write_piece(part.unit, part.entry.offset_elems + part.begin, flat)
@@ -108,20 +115,19 @@ def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> 
         zeropp.ConfigError: another shape; no such kind. zeropp.Error: there is no gradient or state yet.
     """
     part = _Part(_ref(param))
-    if tuple(values.shape) != tuple(part.entry.shape):
-        raise ConfigError(
-            f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {tuple(part.entry.shape)}"
-        )
-    flat = part.entry.numbers(values.detach())
+    shape = tuple(part.entry.held.whole)
+    if tuple(values.shape) != shape:
+        raise ConfigError(f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {shape}")
+    flat = part.entry.numbers(values.detach() if part.parts is None else part.parts.take(values.detach()))
     if kind == "value":
         with part.engine.write_shards(), torch.no_grad():
-            if part.unit.place == WHOLE or part.engine.local:
+            if part.unit.place == WHOLE or part.unit.local:
                 write_piece(part.unit, part.entry.offset_elems, flat)
             else:
                 write_piece(part.unit, part.entry.offset_elems + part.begin, flat[part.begin : part.begin + part.elems])
         return
     mine = flat[part.begin : part.begin + part.elems]
-    if part.engine.local:
+    if part.unit.local:
         part.write(kind, mine)
     else:
         Ranks(part.engine).all_do(lambda: part.write(kind, mine))
@@ -148,6 +154,7 @@ class _Part:
         self.unit: Unit = self.ref.unit
         self.entry: Entry = self.unit.params[self.ref.index]
         self.name = self.entry.names[0]
+        self.parts = parts_of(self.entry.param)
         first, last = self._span(self.unit.begin_elems)
         self.begin, self.elems = first, last - first
         self.first = self.entry.offset_elems + first - self.unit.begin_elems  # in the unit's shard
@@ -160,7 +167,7 @@ class _Part:
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield the spans of every rank."""
-        for rank in range(self.engine.ranks):
+        for rank in range(self.unit.ranks):
             yield self._span(rank * self.unit.shard_elems)
 
     def read(self, kind: str) -> torch.Tensor | None:

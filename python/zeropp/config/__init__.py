@@ -10,6 +10,7 @@ from zeropp.config.config import Config
 from zeropp.config.config import as_config as as_config
 from zeropp.config.config import facts_of as facts_of
 from zeropp.config.efficiency import Efficiency, Growth, LayerDrop, TokenDrop
+from zeropp.config.experts import Experts
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import DTYPES as DTYPES
 from zeropp.config.values import MOST_NUMBER as MOST_NUMBER
@@ -20,6 +21,6 @@ from zeropp.config.values import Folders as Folders
 from zeropp.config.values import T, folders, nearest, not_yet, wrong
 
 __all__ = [
-    "Comm", "Config", "Efficiency", "Growth", "LayerDrop", "LossScale", "Offload", "Precision", "T", "Tier", "TokenDrop", "folders",
+    "Comm", "Config", "Efficiency", "Experts", "Growth", "LayerDrop", "LossScale", "Offload", "Precision", "T", "Tier", "TokenDrop", "folders",
     "nearest", "not_yet", "wrong",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from zeropp import compat
 from zeropp.config.efficiency import Efficiency
+from zeropp.config.experts import Experts, as_experts
 from zeropp.config.sections import Comm, LossScale, Offload, Precision
 from zeropp.config.values import (
     DTYPES,
@@ -103,6 +104,11 @@ class Config:
     efficiency: Efficiency | None = None
     """What training steps leave out: tokens, layers, attention scores. None: nothing."""
 
+    experts: int | str | Experts | None = None
+    """Expert parallelism: `experts=4`, "auto" or an `Experts(...)`: so many ranks hold different experts of each mixture-of-experts
+    layer, and tokens go to the ranks of the experts that they chose. None: every rank computes with all experts, which are
+    partitioned as any parameter is."""
+
     device: str | torch.device | None = None
     """Where shards and computation live; None: cuda:LOCAL_RANK where there is a GPU, else the CPU."""
 
@@ -128,6 +134,7 @@ class Config:
         instance("Config.comm", self.comm, Comm)
         if self.efficiency is not None:
             instance("Config.efficiency", self.efficiency, Efficiency)
+        object.__setattr__(self, "experts", as_experts(self.experts))
         if self.comm.secondary_shard not in (0, "host"):
             raise wrong("Config.comm.secondary_shard", self.comm.secondary_shard, "'host', or 0 for none")
         compat.check(facts_of(self))
@@ -277,7 +284,16 @@ def facts_of(config: Config) -> dict[str, Any]:
     tiers: dict[str, Any] = {
         name: getattr(config.offload, name) for name in ("params", "grads", "optimizer", "activations")
     }
-    plain = ("stage", "loss_scale", "host_copy", "accumulate", "clip", "custom_optimizer", "step_in_backward")
+    plain = (
+        "stage",
+        "loss_scale",
+        "host_copy",
+        "accumulate",
+        "clip",
+        "custom_optimizer",
+        "step_in_backward",
+        "experts",
+    )
     return {
         **{f"Config.{name}": getattr(config, name) for name in plain},
         **{f"Precision.{one.name}": getattr(precision, one.name) for one in dataclasses.fields(Precision)},

@@ -15,6 +15,7 @@ from typing import Any
 from zeropp.config.deepspeed_efficiency import efficiency_from_deepspeed
 from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key
 from zeropp.config.efficiency import Efficiency, Growth, LayerDrop, TokenDrop
+from zeropp.config.experts import Experts
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import MOST_NUMBER, T, nearest, not_a_config, wrong
 from zeropp.errors import ConfigError, shown
@@ -132,6 +133,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "efficiency": _efficiency,
     "comm": lambda keys: build(Comm, keys, "comm"),
     "precision": lambda keys: build(Precision, keys, "precision"),
+    "experts": lambda keys: build(Experts, keys, "experts"),
     "loss_scale": lambda keys: build(LossScale, keys, "loss_scale"),
 }
 

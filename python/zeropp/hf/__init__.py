@@ -18,7 +18,7 @@ from zeropp.hf.arguments import ArgumentsFor, TrainingArguments
 from zeropp.hf.report import MemoryTable
 from zeropp.hf.trainer import Trainer, TrainerFor
 
-zeropp._register_attention()
+zeropp._register_with_transformers()
 
 Seq2SeqTrainer: Any
 """transformers.Seq2SeqTrainer with ZeRO."""

@@ -17,6 +17,7 @@ from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.formulas import model_states, pools_grads, sizes_of, tier_buffers
 from zeropp.zero.model.init import is_sharded, whole_built
 from zeropp.zero.model.parameter import raise_strays, ref_of
+from zeropp.zero.model.part import Parts, parts_of, with_values, without_values
 from zeropp.zero.model_state import FILE, SHARD, Bytes, Unit
 from zeropp.zero.offload.storage import disk_traffic
 
@@ -91,10 +92,26 @@ def _whole(unit: Unit) -> Iterator[None]:
     unit.core.need()
     unit.core.pin(1)
     try:
+        for whole, parts, part in _parts(unit):
+            with_values(whole, parts.gather(part))
         yield
     finally:
+        for whole, _, _ in _parts(unit):
+            without_values(whole)
         unit.core.pin(-1)
         unit.core.release()
+
+
+def _parts(unit: Unit) -> Iterator[tuple[nn.Parameter, Parts, torch.Tensor]]:
+    """Yield what the model shows, how it is cut, and this rank's part, of each parameter of which this rank has a part."""
+    for entry in unit.params:
+        parts = parts_of(entry.param)
+        if parts is not None:
+            yield (
+                entry.shown,
+                parts,
+                unit.whole[entry.offset_elems : entry.offset_elems + entry.numel].view(entry.shape),
+            )
 
 
 @contextlib.contextmanager
@@ -115,7 +132,7 @@ def _written(engine: Engine, units: list[Unit]) -> Iterator[None]:
     """Rank 0 writes; the others change a copy of their own, which is dropped."""
     private = []
     for unit in units:
-        if unit.shared and engine.rank:
+        if unit.shared and unit.rank:
             private += [(e.param, e.param.data) for e in unit.params]
     for parameter, _ in private:
         parameter.data = parameter.data.clone()
@@ -131,9 +148,21 @@ def _written(engine: Engine, units: list[Unit]) -> Iterator[None]:
             engine.core.step_end()
 
 
+def _spread_parts(engine: Engine, unit: Unit) -> bool:
+    """Take this rank's parts of what rank 0 wrote; return True if the unit has parts."""
+    parted = False
+    for whole, parts, part in _parts(unit):
+        broadcast(engine.comm, whole.data)
+        if not unit.shared or not unit.rank:
+            part.copy_(parts.take(whole.data))
+        parted = True
+    return parted
+
+
 def _spread(engine: Engine, units: list[Unit]) -> None:
     for unit in units:
-        if engine.comm is not None and not unit.shared:
+        parted = _spread_parts(engine, unit)
+        if engine.comm is not None and not unit.shared and not parted:
             broadcast(engine.comm, unit.whole)
     if engine.comm is not None:
         engine.comm.barrier()
@@ -164,8 +193,9 @@ def _gradients(engine: Engine, units: list[Unit]) -> Iterator[None]:
         if not unit.trainable:
             continue
         for entry, gradient in zip(unit.params, engine.whole_gradients(unit), strict=True):
-            shown.append((entry.param, entry.param.grad))
-            entry.param.grad = gradient
+            parts = parts_of(entry.param)
+            shown.append((entry.shown, entry.shown.grad))
+            entry.shown.grad = gradient if parts is None else parts.gather_some(gradient, unit.grad_dtype)
     try:
         yield
     finally:

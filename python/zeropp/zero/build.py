@@ -19,6 +19,7 @@ from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read
 from zeropp.zero.model.boxes import boxes_of
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
 from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays
+from zeropp.zero.model.part import Division, Parts, parts_of, without_values
 from zeropp.zero.model.units import UnitPlan, numbers
 from zeropp.zero.model_state import (
     DTYPES,
@@ -47,10 +48,10 @@ _RELEASED_CLASS = (None, ShardedGradParameter, ShardedGradParameter, Partitioned
 
 def make_engine(
     model: nn.Module, plans: list[UnitPlan], config: Config, ranks: JobRanks, host_copy: bool, moments: tuple[str, ...],
-    device: torch.device,
+    device: torch.device, division: Division | None = None,
 ) -> Engine:  # fmt: skip
     """Return an engine with all its stores, and its units without values; collective. ``moments``: of its optimizer; ``device``: where
-    units are whole.
+    units are whole; ``division``: of the model's experts.
 
     Raises:
         zeropp.TierError: a disk has no room; the model is as it was.
@@ -66,7 +67,7 @@ def make_engine(
         _make_stores(engine, model, plans)
         in_memory = ParamStore()
         for index, plan in enumerate(plans):
-            unit = _bind(engine, index, plan)
+            unit = _bind(engine, index, plan, division)
             unit.states_in, unit.params_in = memory, engine.params if unit.in_file else in_memory
             engine.units.append(unit)
             if plan.trainable:
@@ -235,16 +236,15 @@ def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
         engine.activations = ActivationFile(engine, activations)
 
 
-def _bind(engine: Engine, index: int, plan: UnitPlan) -> Unit:
+def _bind(engine: Engine, index: int, plan: UnitPlan, division: Division | None) -> Unit:
     core = engine.core.bind_unit(index, plan.params, nn.Parameter, _RELEASED_CLASS[engine.stage])
     layout = core.layout()
     elems, shard_elems = layout["elems"], layout["shard_elems"]
     whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype, engine.device)
-    own = (
-        whole
-        if engine.local
-        else tensor_over(engine.core, layout["shard"], shard_elems, plan.dtype, engine.shard_device)
-    )
+    comm = division.same if plan.parted and division is not None else engine.comm
+    rank, ranks = (comm.rank, comm.ranks) if comm is not None else (0, 1)
+    local = engine.is_local(ranks)
+    own = whole if local else tensor_over(engine.core, layout["shard"], shard_elems, plan.dtype, engine.shard_device)
     if layout["place"] == FILE:
         own = torch.empty_like(own, device="meta")
     entries = [
@@ -253,11 +253,12 @@ def _bind(engine: Engine, index: int, plan: UnitPlan) -> Unit:
     ]
     unit = Unit(
         index, plan.name, core, plan.dtype, engine.config.gradient_dtypes(plan.dtype)[0], plan.trainable, layout["place"],
-        elems, shard_elems, entries, whole, own, 0 if engine.local else engine.rank * shard_elems,
-        stays_frozen=plan.stays_frozen,
+        elems, shard_elems, entries, whole, own, 0 if local else rank * shard_elems,
+        stays_frozen=plan.stays_frozen, comm=comm, rank=rank, ranks=ranks, local=local,
     )  # fmt: skip
     for i, entry in enumerate(entries):
         entry.param._zeropp = Ref(engine, unit, i, entry.names[0])  # type: ignore[attr-defined]
+        entry.shown._zeropp = entry.param._zeropp  # type: ignore[attr-defined]
     return unit
 
 
@@ -290,7 +291,7 @@ def fill(engine: Engine, unit: Unit, updated: bool) -> None:
 def _fill_whole(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
     """Fill the unit's flat buffer on all ranks, and ``full``, the same in fp32, on this one."""
     comm = engine.comm
-    came_whole = not all(is_sharded(entry.param) for entry in unit.params)
+    came_whole = not all(is_sharded(entry.param) or parts_of(entry.param) is not None for entry in unit.params)
     _meet(engine, unit)  # no rank reads from the file any more into what is filled now
     for entry in unit.params:
         _fill_entry(engine, unit, entry, full)
@@ -305,6 +306,10 @@ def _meet(engine: Engine, unit: Unit) -> None:
 
 
 def _fill_entry(engine: Engine, unit: Unit, entry: Entry, full: torch.Tensor | None) -> None:
+    parts = parts_of(entry.param)
+    if parts is not None:
+        _fill_part(engine, unit, entry, parts, full)
+        return
     sharded = is_sharded(entry.param)
     copies = engine.comm is not None and engine.comm.hosts > 1 and unit.shared  # each host has one
     view = entry.of(unit.whole[entry.offset_elems : entry.offset_elems + entry.numel])
@@ -315,6 +320,18 @@ def _fill_entry(engine: Engine, unit: Unit, entry: Entry, full: torch.Tensor | N
     entry.param.data = view
     if sharded:
         entry.param.__class__ = nn.Parameter
+
+
+def _fill_part(engine: Engine, unit: Unit, entry: Entry, parts: Parts, full: torch.Tensor | None) -> None:
+    """Take this rank's part of rank 0's values, or of what was built in shards; the rest of them is freed."""
+    if is_sharded(entry.shown):
+        values = materialise(entry.shown)
+    else:
+        values = entry.shown.data.contiguous()
+        broadcast(engine.comm, values)
+    _copy_values(engine, unit, entry, parts.take(values), full)
+    entry.param.data = entry.of(unit.whole[entry.offset_elems : entry.offset_elems + entry.numel])
+    without_values(entry.shown)
 
 
 def _values_of(engine: Engine, entry: Entry, sharded: bool, copies: bool) -> torch.Tensor:
@@ -330,7 +347,7 @@ def _values_of(engine: Engine, entry: Entry, sharded: bool, copies: bool) -> tor
 
 def _copy_values(engine: Engine, unit: Unit, entry: Entry, values: torch.Tensor, full: torch.Tensor | None) -> None:
     place = slice(entry.offset_elems, entry.offset_elems + entry.numel)
-    if not unit.shared or unit.params_in.writes(engine.rank):
+    if not unit.shared or unit.params_in.writes(unit.rank):
         entry.of(unit.whole[place]).copy_(values)
     if full is not None:
         entry.of(full[place]).copy_(values)
@@ -343,7 +360,7 @@ def _give_master(engine: Engine, unit: Unit, full: torch.Tensor | None, updated:
         return
     if engine.comm is not None and full is None:
         engine.comm.barrier()  # one shared copy: rank 0 must have filled it
-    elif engine.comm is not None and full is not None:
+    elif engine.comm is not None and full is not None and parts_of(unit.params[0].param) is None:
         broadcast(engine.comm, full)
     values = unit.whole if full is None else full
     unit.states_in.keep_master(unit, values[unit.begin_elems : unit.begin_elems + unit.shard.numel()].to(unit.device))

@@ -274,9 +274,9 @@ class Engine(ModelState):
     def own_gradients(self, unit: Unit) -> list[torch.Tensor | None]:
         """Return this rank's part of each parameter's gradient, 1-D, as it is stored; None where there is none, or no part."""
         own: list[torch.Tensor | None] = [None] * len(unit.params)
-        found = None if self.local else self.gradient_shard(unit)
+        found = None if unit.local else self.gradient_shard(unit)
         for index, first, elems in unit.pieces():
-            if self.local:
+            if unit.local:
                 with torch._C.DisableTorchFunctionSubclass():
                     gradient = unit.params[index].param.grad
                 own[index] = None if gradient is None else unit.params[index].numbers(gradient)
@@ -297,9 +297,9 @@ class Engine(ModelState):
         if found is None:
             return [None] * len(unit.params)
         shard, present = found
-        whole = torch.empty(unit.elems, dtype=shard.dtype, device=shard.device) if self.ranks > 1 else shard.clone()
-        if self.ranks > 1:
-            all_gather(self.comm, whole, shard)
+        whole = torch.empty(unit.elems, dtype=shard.dtype, device=shard.device) if unit.ranks > 1 else shard.clone()
+        if unit.ranks > 1:
+            all_gather(unit.comm, whole, shard)
         whole = whole.mul_(scale).to(self.device)
         return [
             e.of(whole[e.offset_elems : e.offset_elems + e.numel]) if present[i] else None

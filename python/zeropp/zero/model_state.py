@@ -18,6 +18,7 @@ from zeropp import _C
 from zeropp.comm.job import JobRanks
 from zeropp.config import Config, Tier
 from zeropp.zero.model.boxes import Boxes, whole_of
+from zeropp.zero.model.part import shown
 
 #: csrc/base/dtype.h, in its order.
 DTYPES = (
@@ -51,6 +52,11 @@ class Entry:
     shape: torch.Size
     is_complex: bool = False
     boxes: Boxes | None = None  # of a larger tensor that it is a part of; None: the parameter is the whole tensor
+
+    @property
+    def shown(self) -> nn.Parameter:
+        """Return what the model and the optimizer have in place of ``param``: of a part, the whole parameter, without values."""
+        return shown(self.param)
 
     @property
     def held(self) -> Boxes:
@@ -297,6 +303,10 @@ class Unit:
     bound: tuple[str, ...] = ()  # the three moments whose addresses C has, "" for none; empty: it has none yet
     state_name: str = "fp32"  # of the optimizer's states; moments.py has the others
     scales: dict[str, torch.Tensor] = field(default_factory=dict)  # of `state` in 8 bits
+    comm: Any = None  # of the ranks that partition it; None: this rank has all of it
+    rank: int = 0  # among them
+    ranks: int = 1
+    local: bool = False  # its gradients are whole in p.grad
     first_param: int = 0  # number of its first parameter in the model
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     params_in: ParamStore = field(default_factory=ParamStore)  # in a file `shard` has a size, and no values
@@ -383,7 +393,7 @@ class ModelState:
         self.shard_device = device if on_device else CPU  # where shards, reduced gradients and states are
         # Shards are on the host beside an accelerator, on one rank too.
         self.offloads = device.type != "cpu" and not on_device
-        self.local = (self.ranks == 1 or self.stage == 0) and not self.offloads
+        self.local = self.is_local(self.ranks)
         self.local_grads = self.local  # in p.grad, where autograd leaves them; not where they live in a file
         self.sharers = 0  # ranks that hold a second copy of the parameters together (hpZ)
         self.units: list[Unit] = []
@@ -391,6 +401,10 @@ class ModelState:
         self.grads = GradStore()
         self.states = StateStore()
         self.activations = ActivationStore()
+
+    def is_local(self, ranks: int) -> bool:
+        """Return True for units that so many ranks partition if each of these holds all of it, and its gradients in p.grad."""
+        return (ranks == 1 or self.stage == 0) and not self.offloads
 
     def planned_moments(self, unit: Unit) -> int:
         """Return how many moments a parameter of the unit has, or will have after its first step."""

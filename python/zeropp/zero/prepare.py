@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import weakref
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_trigger
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import engines, raise_strays, ref_of
+from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.model_state import DTYPES
@@ -93,11 +95,12 @@ def prepare_over(ranks: job.JobRanks | None, model: M, optimizer: Optimizer | No
     ranks = job.world() if ranks is None else ranks
     comm = ranks.data
     _check_ranks(ranks, config, optimizer, device)
-    plans = _plan(model, optimizer, config, ranks)
+    division = _divide(model, config, comm)
+    plans = _plan(model, optimizer, config, ranks, division)
     meta.give_values(model, getattr(config.offload.params, "path", None))
     bring(model, device, set(ignored_parameters(model, config.ignored)))
     host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
-    engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device)
+    engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, division)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
@@ -105,6 +108,8 @@ def prepare_over(ranks: job.JobRanks | None, model: M, optimizer: Optimizer | No
     if comm is not None:
         comm.barrier()
     _install(model, engine, plans)
+    if division is not None:
+        division.install()
     if optimizer is not None:
         adopt(optimizer, engine)
     register(model, engine)
@@ -114,19 +119,31 @@ def prepare_over(ranks: job.JobRanks | None, model: M, optimizer: Optimizer | No
     return model, optimizer
 
 
+def _divide(model: nn.Module, config: Config, comm: Any) -> Division | None:
+    """Return how ``Config.experts`` divides a model's experts; few models have any, so what knows them is loaded here."""
+    if config.experts is None:
+        return None
+    found: Division = importlib.import_module("zeropp.moe.division").divide(model, config, comm)
+    return found
+
+
 def _param_dtype(config: Config) -> torch.dtype | None:
     """Return the type that parameters are converted to; None: they stay as they are."""
     return None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
 
 
-def _plan(model: nn.Module, optimizer: Optimizer | None, config: Config, ranks: job.JobRanks) -> list[UnitPlan]:
+def _plan(
+    model: nn.Module, optimizer: Optimizer | None, config: Config, ranks: job.JobRanks, division: Division | None
+) -> list[UnitPlan]:
     """Return the units of a model; raise zeropp.ConfigError where they do not go with the options, or differ between ranks."""
     comm = ranks.data
     facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks)}
     compat.check(facts)
     efficiency.check(model, config)
     meta.check_draws(model)
-    plans = plan_units(model, config.units, _param_dtype(config), config.ignored)
+    plans = plan_units(
+        model, config.units, _param_dtype(config), config.ignored, None if division is None else division.parts
+    )
     _check_plans(plans, facts)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:

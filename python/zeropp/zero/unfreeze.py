@@ -268,7 +268,7 @@ def group_of_params(optimizer: optim.Optimizer) -> dict[int, int]:
 def take_unit(engine: Engine, unit: Unit, group_of: dict[int, int]) -> None:
     """Take a unit that is trained; those of its parameters that are frozen may be in no group, which is -1."""
     unit.make_master()
-    unit.groups = [group_of.get(id(e.param), -1) for e in unit.params]
+    unit.groups = [group_of.get(id(e.shown), -1) for e in unit.params]
     unit.steps = torch.zeros(len(unit.params), dtype=torch.int64, device="cpu")
     unit.state_name = engine.config.state_name
 

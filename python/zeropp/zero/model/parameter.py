@@ -37,10 +37,10 @@ _METHODS = (
     "size numel dim ndimension nelement stride element_size is_floating_point is_complex storage_offset is_contiguous get_device "
     "__len__ __hash__ register_hook register_post_accumulate_grad_hook is_signed is_inference"
 )
-_METADATA = {getattr(_T, name).__get__ for name in _GETTERS.split() if hasattr(_T, name)} | {
+METADATA = {getattr(_T, name).__get__ for name in _GETTERS.split() if hasattr(_T, name)} | {
     getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)
 }
-_METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed}
+METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed}
 _PRINTS = (_T.__repr__, _T.__format__)
 _GRAD_GET = _T.grad.__get__
 _GRAD_SET = {_T.grad.__set__, _T.grad.__delete__}
@@ -68,11 +68,11 @@ def ref_of(parameter: torch.Tensor) -> Ref | None:
     return getattr(parameter, "_zeropp", None)
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves_of(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _leaves(item)]
+        return [leaf for item in value for leaf in leaves_of(item)]
     if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
+        return [leaf for item in value.values() for leaf in leaves_of(item)]
     return [value]
 
 
@@ -150,16 +150,16 @@ def _keeps_memory(parameter: torch.Tensor, value: torch.Tensor) -> bool:
         )
 
 
-def _converts_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def converts_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this conversion would return the parameter itself. It is tried on an empty tensor of the same dtype."""
-    if "memory_format" in kwargs or kwargs.get("copy"):
+    if func not in _CONVERSIONS or "memory_format" in kwargs or kwargs.get("copy"):
         return False
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty((0,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
         return func(probe, *args[1:], **kwargs) is probe
 
 
-class _Managed(nn.Parameter):
+class Managed(nn.Parameter):
     """Common to both classes: gradients."""
 
     @classmethod
@@ -187,7 +187,7 @@ class _Managed(nn.Parameter):
         raise NotImplementedError  # both subclasses answer
 
 
-class ShardedGradParameter(_Managed):
+class ShardedGradParameter(Managed):
     """A parameter that is whole on every rank, while its gradient and optimizer state are split (ZeRO stages 1 and 2)."""
 
     @classmethod
@@ -206,17 +206,17 @@ class ShardedGradParameter(_Managed):
             return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
-class PartitionedParameter(_Managed):
+class PartitionedParameter(Managed):
     """A parameter of which this rank holds 1/N, or which must not be written here (ZeRO stage 3)."""
 
     @classmethod
     def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _CONVERSIONS and _converts_nothing(func, args, kwargs):
+        if converts_nothing(func, args, kwargs):
             return args[0]
-        refs = [_living(leaf) for leaf in _leaves((args, kwargs)) if type(leaf) is PartitionedParameter]
+        refs = [_living(leaf) for leaf in leaves_of((args, kwargs)) if type(leaf) is PartitionedParameter]
         if func in _PRINTS:
             ref = refs[0]
             return f"PartitionedParameter('{ref.name}', shape={tuple(args[0].shape)}, dtype={args[0].dtype})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,7 @@ class UnitPlan:
     trainable: bool
     alone: bool = False
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
+    parted: bool = False  # `params` are parts of what the model shows (part.py): those of this rank's experts
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,8 +186,9 @@ def refuse_lazy(model: nn.Module, caller: str) -> None:
 
 
 def plan_units(
-    model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None, ignored: Iterable[str] = ()
-) -> list[UnitPlan]:
+    model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None, ignored: Iterable[str] = (),
+    parts: Mapping[nn.Parameter, nn.Parameter] | None = None,
+) -> list[UnitPlan]:  # fmt: skip
     """Split a model's parameters into units, in the order of first use as registered.
 
     Args:
@@ -195,6 +197,7 @@ def plan_units(
         compute_dtype: floating-point parameters are held in it; None keeps their own. Those of norms with running statistics
             (BatchNorm) always keep their own.
         ignored: names of what is in no unit, see :func:`ignored_parameters`.
+        parts: by parameter, the part of it that this rank has; parts are in units of their own.
 
     Returns:
         Plans in registration order, the same on every rank for the same model.
@@ -204,18 +207,19 @@ def plan_units(
         del names[parameter]
     homes = _homes(model, units)
     module_names = {m: n or "(model)" for n, m in model.named_modules()}
-    members: dict[tuple[Triggers, torch.dtype, bool], list[nn.Parameter]] = {}
+    parts = parts or {}
+    members: dict[tuple[Triggers, torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for parameter in names:
         triggers = _triggers(owners[parameter], homes)
         dtype = _held_dtype(parameter, owners[parameter], compute_dtype)
-        members.setdefault((triggers, dtype, parameter.requires_grad), []).append(parameter)
+        members.setdefault((triggers, dtype, parameter.requires_grad, parameter in parts), []).append(parameter)
     blocks = set(homes.values())
     return [
         UnitPlan(
-            "+".join(module_names[m] for m in triggers), params, [names[p] for p in params], list(triggers), dtype,
-            trainable, alone=triggers not in blocks,
+            "+".join(module_names[m] for m in triggers), [parts.get(p, p) for p in params], [names[p] for p in params],
+            list(triggers), dtype, trainable, alone=triggers not in blocks, parted=parted,
         )
-        for (triggers, dtype, trainable), params in members.items()
+        for (triggers, dtype, trainable, parted), params in members.items()
     ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from zeropp.errors import ConfigError, Error, counted
 from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.zero.engine import Engine, StepStrategy
 from zeropp.zero.model.parameter import raise_strays
+from zeropp.zero.model.part import shown
 from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.step import custom, lamb, muon, onebit_adam, updates
 from zeropp.zero.step.custom import ADAMS as _ADAMS
@@ -316,9 +317,9 @@ def check_optimizer(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
 def _check_parameters(optimizer: optim.Optimizer, plans: list[UnitPlan]) -> None:
     """Refuse an optimizer that has parameters of another model, or lacks some of this one."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    known = {id(p) for plan in plans for p in plan.params}
+    known = {id(shown(p)) for plan in plans for p in plan.params}
     _refuse_foreign(len(covered - known))
-    named = [(p, names[0]) for plan in plans for p, names in zip(plan.params, plan.names, strict=True)]
+    named = [(shown(p), names[0]) for plan in plans for p, names in zip(plan.params, plan.names, strict=True)]
     _refuse_missing([name for p, name in named if p.requires_grad and id(p) not in covered])
 
 

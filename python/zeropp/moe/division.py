@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a model divided among the ranks: which rank has which, who exchanges tokens, and who holds the same experts.
+
+Of N ranks, ``ep`` consecutive ones hold different experts; rank r has the part ``r % ep`` of every layer. The N/ep ranks with the same
+part partition it, as all N ranks partition the rest of the model:
+
+    rank           0      1      2      3          N = 4, ep = 2
+    experts      0..3   4..7   0..3   4..7         of 8
+    exchange    [ 0      1 ]  [ 2      3 ]         tokens go to the ranks of the experts that they chose
+    same part   [ 0             2 ]                gradients of experts 0 to 3 are summed, and divided by 4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zeropp.config import Config, not_yet
+from zeropp.errors import ConfigError
+from zeropp.moe.exchange import Exchange
+from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers
+from zeropp.zero.model.boxes import Box, Boxes, Dims, one_box
+from zeropp.zero.model.part import Parts, cut
+
+
+@dataclass
+class Division:
+    """The experts of one model on this rank."""
+
+    layers: list[ExpertLayer]
+    ranks: int
+    """Ranks that hold different experts."""
+    slices: int
+    """Slices of an expert, each an expert of its own here."""
+    exchange: Exchange
+    """Of the ranks that hold different experts; of this rank alone where one rank has them all."""
+    same: Any
+    """Communicator of the ranks that hold the same experts; None: no other rank has them."""
+    parts: dict[nn.Parameter, nn.Parameter]
+    """By parameter of the model, this rank's part; empty where one rank has all experts."""
+
+    def install(self) -> None:
+        """Let the modules compute with this rank's experts, on rows of all ranks."""
+        for layer in self.layers if self.parts else ():
+            local = {key: self.parts[getattr(layer.module, key)] for key in layer.keys}
+            layer.module.forward = ExpertsForward(layer, self.exchange, local, self.slices)
+
+
+def divide(model: nn.Module, config: Config, comm: Any) -> Division:
+    """Return how ``Config.experts`` divides a model's experts. Collective.
+
+    Args:
+        comm: communicator of the ranks that partition the model; None: this rank alone.
+
+    Raises:
+        zeropp.ConfigError: the model has no plan for its experts, or they do not divide.
+    """
+    layers = expert_layers(model)
+    chosen: Any = config.experts
+    count = comm.ranks if comm is not None else 1
+    ranks = chosen.ranks_of(count, [(layer.name, layer.experts) for layer in layers])
+    if ranks > 1:
+        raise not_yet("Config.experts", ranks, "experts on different ranks wait for groups of ranks; use experts=1")
+    if chosen.slices == 1:
+        return Division(layers, 1, 1, Exchange(), comm, {})
+    parts = {}
+    for layer in layers:
+        for key in layer.keys:
+            parameter = layer.module._parameters[key]
+            assert parameter is not None
+            boxes = tuple(_boxes(layer, key, parameter.shape, rank, ranks, chosen.slices) for rank in range(ranks))
+            parts[parameter] = cut(parameter, Parts(None, boxes))
+    return Division(layers, ranks, chosen.slices, Exchange(), comm, parts)
+
+
+def _boxes(layer: ExpertLayer, key: str, shape: Dims, rank: int, ranks: int, slices: int) -> Boxes:
+    """Return the part of one parameter that the experts of a rank are: whole ones, or slices along the intermediate size."""
+    count = layer.experts * slices // ranks
+    if slices == 1:
+        return one_box(shape, (rank * count, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
+    dim, spans = _spans(layer, key, shape, slices)
+    size = tuple(n if d != dim else n // spans // slices for d, n in enumerate((1, *shape[1:])))
+    found = []
+    for local in range(count):
+        expert, number = divmod(rank * count + local, slices)
+        for span in range(spans):
+            offset, at = [expert, *(0,) * (len(shape) - 1)], [local, *(0,) * (len(shape) - 1)]
+            offset[dim], at[dim] = span * (shape[dim] // spans) + number * size[dim], span * size[dim]
+            found.append(Box(tuple(offset), size, tuple(at)))
+    own = tuple(n if d != dim else n // slices for d, n in enumerate((count, *shape[1:])))
+    return Boxes(tuple(shape), own, tuple(found))
+
+
+def _spans(layer: ExpertLayer, key: str, shape: Dims, slices: int) -> tuple[int, int]:
+    """Return the dimension of the intermediate size, and how many matrices of that size lie one after the other in it: gate and up.
+
+    Raises:
+        zeropp.ConfigError: these experts cannot be sliced.
+    """
+    module: Any = layer.module
+    reason = ""
+    if module.has_bias:
+        reason = "its experts have biases, which slices would add several times"
+    elif module.has_post_expert_norm:
+        reason = "its experts end with a norm, which needs the sum of all slices"
+    up = key != "down_proj"
+    dim = 1 if up != module.is_transposed else 2
+    spans = 2 if up and module.has_gate and module.is_concatenated else 1
+    if not reason and shape[dim] % (slices * (2 if up and module.has_gate else 1)):
+        reason = f"its '{key}' of shape {tuple(shape)} does not divide"
+    if reason:
+        raise ConfigError(f"Experts.slices: {slices} slices of the experts of '{layer.name}': {reason}; use slices=1")
+    return dim, spans
