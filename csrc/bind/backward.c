@@ -60,17 +60,33 @@ static bool boundary_now(Zero *zero) {
     return true;
 }
 
-static int begin_backward(Zero *zero, long task) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    if (zpp_py_follow(zero) || zpp_py_backward_step_require_ended(zero, "a second backward")) return -1;
+void zpp_py_choose_reduction(Zero *zero) {
     zero->boundary = boundary_now(zero);
     /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
-    const bool due = zpp_zero_reduces_each_backward(zero->core) ? zero->sync : zero->boundary;
-    zero->reduces = due && !zero->hold;
-    if (zpp_zero_backward_begin(zero->core, zero->reduces, &err) != ZPP_OK) {
-        zpp_py_raise(&err);
-        return -1;
+    const bool each = zpp_zero_reduces_each_backward(zero->core) || zero->pass.each;
+    zero->reduces = (each ? zero->sync : zero->boundary) && !zero->hold;
+}
+
+/* A backward outside of an open pass is one of its own. */
+static int begin_alone(Zero *zero) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_status status = ZPP_OK;
+    if (zero->pass.required) {
+        status = zpp_fail(&err, ZPP_STATE,
+                          "zero: a backward of a pipeline's stage outside of an adopted schedule, so nothing says "
+                          "which backward is the last; call zeropp.parallel.pipeline(schedule) once, then schedule.step()");
+    } else {
+        zpp_py_choose_reduction(zero);
+        status = zpp_zero_backward_begin(zero->core, zero->reduces, &err);
     }
+    if (status == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+static int begin_backward(Zero *zero, long task) {
+    if (zpp_py_follow(zero) || zpp_py_backward_step_require_ended(zero, "a second backward")) return -1;
+    if (zero->pass.open ? zpp_py_graph_begin(zero) : begin_alone(zero)) return -1;
     zero->in_backward = true;
     zero->task = task;
     if (zero->ranks > 1) note_shared_backward(zero);
@@ -108,8 +124,8 @@ int zpp_py_enter_backward(Zero *zero, bool recompute, long *task) {
     return zero->in_backward ? 0 : begin_backward(zero, *task);
 }
 
-/* Stage 0: like DDP, every parameter that has a gradient on some rank has it on all. */
-static int show_whole_gradients(Zero *zero) {
+int zpp_py_show_gradients(Zero *zero) {
+    if (!zero->reduces || zero->stage != 0 || zero->ranks == 1) return 0;
     const Py_ssize_t units = PyList_Size(zero->units);
     for (Py_ssize_t at = 0; at < units; at++) {
         Unit *unit = (Unit *)PyList_GetItem(zero->units, at);
@@ -163,6 +179,7 @@ int zpp_py_backward_over(Zero *zero) {
 /* 0, or -1 with an error set. */
 static int end_one(Zero *zero) {
     zero->in_backward = false;
+    if (zero->pass.open) return trim(zero, TRIM_AT_END_BYTES), zpp_py_graph_end(zero);
     zero->builds_loss = false;
     zero->backwards++;
     zero->at_boundary = zero->boundary;
@@ -179,7 +196,7 @@ static int end_one(Zero *zero) {
         return -1;
     }
     if (zpp_py_backward_step_close(zero)) return -1;
-    if (zero->reduces && zero->stage == 0 && zero->ranks > 1 && show_whole_gradients(zero)) return -1;
+    if (zpp_py_show_gradients(zero)) return -1;
     if (zero->keep_passes > 0 && --zero->keep_passes > 0) return 0;
     return zpp_py_backward_over(zero);
 }
@@ -347,6 +364,10 @@ static int take_from_param(Unit *unit, Py_ssize_t index, PyObject *param, bool p
     return 0;
 }
 
+int zpp_py_take_from_param(Unit *unit, Py_ssize_t index) {
+    return take_from_param(unit, index, unit->params[index], false);
+}
+
 static PyObject *take_gradient(PyObject *self, PyObject *param) {
     const GradHook *hook = (GradHook *)self;
     Unit *unit = hook->unit;
@@ -354,6 +375,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zero->closed) Py_RETURN_NONE;
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
+    if (zero->pass.open && !zero->pass.units) return zpp_py_refuse_unannounced(unit, hook->param), NULL;
     const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
     const int failed = zpp_zero_takes_grads(zero->core) ? take_from_param(unit, hook->param, param, partial)
                                                         : keep_gradient(unit, hook->param, partial);

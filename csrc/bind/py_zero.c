@@ -304,6 +304,7 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->check_unfrozen);
     Py_CLEAR(zero->moved);
     Py_CLEAR(zero->skipped);
+    Py_CLEAR(zero->pass.units);
     zpp_py_layer_drop_forget(zero);
     zpp_py_buffers_end(zero);
     zpp_py_backward_step_forget(zero);
@@ -525,6 +526,7 @@ static PyMemberDef zero_members[] = {
     { "sync", T_BOOL, offsetof(Zero, sync), 0, "true if backwards reduce; false inside no_sync" },
     { "hold", T_BOOL, offsetof(Zero, hold), 0, "true if gradients stay on this rank at boundaries, too" },
     { "at_boundary", T_BOOL, offsetof(Zero, at_boundary), READONLY, "true if the last backward was a boundary" },
+    { "parts", T_INT, offsetof(Zero, pass.parts), READONLY, "micro-batches of the last pass that is averaged, or 0" },
     { "backwards", T_ULONGLONG, offsetof(Zero, backwards), READONLY, "backwards so far" },
     { "closed", T_BOOL, offsetof(Zero, closed), READONLY, "true once the model is gone" },
     { NULL, 0, 0, 0, NULL },
@@ -589,7 +591,7 @@ int zpp_py_add_zero(PyObject *module);
 int zpp_py_add_zero(PyObject *module) {
     PyMethodDef *const elsewhere[] = { zpp_py_step_methods,     zpp_py_unit_file_methods, zpp_py_backward_step_methods,
                                        zpp_py_hooks_methods, zpp_py_backward_methods,  zpp_py_buffers_methods,
-                                       zpp_py_layer_drop_methods };
+                                       zpp_py_layer_drop_methods, zpp_py_pass_methods };
     if (intern_names() || zpp_py_hooks_init(module)) return -1;
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);

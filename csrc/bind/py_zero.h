@@ -63,6 +63,16 @@ struct zpp_py_layer_drop {
     PyObject *dropped; /* bytes: 1 for each layer that the last such forward leaves out; NULL: none */
 };
 
+/* Several backwards that are one pass (py_pass.c). */
+struct zpp_py_pass {
+    bool required, open; /* required: no backward is a pass of its own */
+    bool begun;          /* a graph of it gave gradients */
+    bool each;           /* every graph is reduced */
+    int parts;           /* micro-batches whose mean is taken; 0: there was no pass */
+    PyObject *units;     /* bytes: whose gradients the next backward brings; NULL: it brings none */
+    int forwards;
+};
+
 struct Zero {
     PyObject_HEAD
     zpp_zero *core;
@@ -80,6 +90,7 @@ struct Zero {
     struct zpp_py_backward_step backward_step;
     struct zpp_py_buffers buffers;
     struct zpp_py_layer_drop layer_drop;
+    struct zpp_py_pass pass;
     struct zpp_stepper stepper; /* from seal on */
     zpp_delayed *delayed;   /* NULL before the first delayed step */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
@@ -173,6 +184,17 @@ PyObject *zpp_py_grad_hook(Unit *unit,
                            Py_ssize_t param); /* new reference: what register_post_accumulate_grad_hook takes */
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task); /* 0 also when no backward runs: *task is -1 then */
 int zpp_py_backward_over(Zero *zero);                        /* releases the units that the backward read */
+
+void zpp_py_choose_reduction(Zero *zero); /* a pass begins: is it a boundary, and is it reduced? */
+/* Stage 0, after a reduction: like DDP, every parameter that has a gradient on some rank has it on all. */
+int zpp_py_show_gradients(Zero *zero);
+int zpp_py_take_from_param(Unit *unit, Py_ssize_t index); /* its p.grad, if there is one */
+
+/* py_pass.c: 0, or -1 with an error set */
+extern PyMethodDef zpp_py_pass_methods[];
+int zpp_py_graph_begin(Zero *zero);
+int zpp_py_graph_end(Zero *zero);
+int zpp_py_refuse_unannounced(const Unit *unit, Py_ssize_t param);
 
 /* saved_tensors.c */
 int zpp_py_saved_init(void);

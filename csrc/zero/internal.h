@@ -147,6 +147,7 @@ struct zpp_zero {
     int order_count, order_at;
     uint64_t pass;     /* reducing backwards so far */
     bool in_backward, reduces;
+    bool pass_is_open, pass_reduces, reduces_graphs; /* see pass.c */
     bool shares_backward; /* another coordinator may be in this backward: see zpp_bucket_take */
     bool over_bound;      /* ... and a bucket was waited for in vain: this backward goes beyond bucket_bytes */
     uint32_t number;      /* of the coordinators on this communicator, in their order */

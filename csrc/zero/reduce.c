@@ -240,7 +240,8 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
 }
 
 static bool is_complete(const struct zpp_unit_grad *grad) {
-    return grad->missing == 0 && grad->uses <= 1 && !grad->partial;
+    const int uses = grad->unit->forwards ? grad->unit->forwards : 1;
+    return grad->missing == 0 && grad->uses <= uses && !grad->partial && !grad->unit->awaits_graphs;
 }
 
 /* The bucket of the next unit goes out. AGAIN: its way is not free yet. */
@@ -373,7 +374,7 @@ zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, st
         if (status == ZPP_OK) status = finish(zero, wait, err);
     }
     if (status != ZPP_OK) return status;
-    zpp_zero_reset_uses(zero);
+    if (!zero->pass_is_open) zpp_zero_reset_uses(zero);
     zero->in_backward = false;
     zpp_span_end(zero->backward_ns, ZPP_SPAN_BACKWARD, "backward", 0);
     return ZPP_OK;
@@ -393,6 +394,7 @@ static void end_alone(zpp_zero *zero) {
 void zpp_zero_backward_abort(zpp_zero *zero) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     end_alone(zero);
+    zpp_zero_pass_forget(zero);
     zpp_zero_reset_uses(zero);
     if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward)
         (void)zero->store->end_backward(zero, true, &ignored);
@@ -569,7 +571,7 @@ void zpp_zero_count_use(zpp_zero *zero, int unit) {
 void zpp_zero_reset_uses(zpp_zero *zero) {
     for (int i = 0; i < zero->units_count; i++) {
         if (zero->units[i]->grad) zero->units[i]->grad->uses = 0;
-        zero->units[i]->uses = 0;
+        zero->units[i]->uses = zero->units[i]->forwards = 0;
     }
 }
 
@@ -579,7 +581,8 @@ int zpp_zero_uses(const zpp_zero *zero, int unit) {
 
 bool zpp_zero_used_once(const zpp_zero *zero, int unit) {
     const struct zpp_unit_grad *grad = zero->units[unit]->grad;
-    return grad ? grad->uses <= 1 && !grad->partial : zero->units[unit]->uses <= 1;
+    const int uses = zero->units[unit]->forwards ? zero->units[unit]->forwards : 1;
+    return grad ? grad->uses <= uses && !grad->partial : zero->units[unit]->uses <= uses;
 }
 
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present) {

@@ -105,6 +105,8 @@ struct zpp_unit {
     bool masked;         /* the layers that read it are left out of this pass (layer dropping) */
     bool stepping;       /* its shard is open, for a step inside the backward */
     int uses;            /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
+    int forwards;        /* ... of the model in an open pass, that the uses were counted in; 0: one (pass.c) */
+    bool awaits_graphs;  /* ... other graphs of it give this unit gradients, too */
     bool quantised;      /* gathered quantised: see wire.c */
     bool wants_exact;    /* the next gather is not to be */
     zpp_event *allocated, *ready;

@@ -173,6 +173,16 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
 /* Until this backward ends: another coordinator is in it, too, or may come into it, and on another rank perhaps first.
  * So a bucket beyond bucket_bytes is waited for a moment only. */
 void zpp_zero_share_backward(zpp_zero *zero);
+/* Several graphs in one pass (pass.c): between pass_open and pass_close, in the place of backward_begin and _end.
+ * `each`: every graph is reduced at its end; else all in one, whose end pass_close waits for. */
+zpp_status zpp_zero_pass_open(zpp_zero *zero, bool reduce, bool each, struct zpp_err *err);
+enum { ZPP_GRAPH_WITHOUT, ZPP_GRAPH_WITH, ZPP_GRAPH_LAST };
+/* units[units]: a graph with gradients of the unit begins, or the last such of the pass, or one without. `forwards`: of
+ * its part of the model in this pass, all of which used a unit equally often. */
+zpp_status zpp_zero_graph_begin(zpp_zero *zero, const uint8_t *units, int forwards, struct zpp_err *err);
+zpp_status zpp_zero_graph_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+zpp_status zpp_zero_pass_close(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+void zpp_zero_pass_forget(zpp_zero *zero); /* part of close and of zpp_zero_backward_abort */
 zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err);
 /* True if that was refused because the unit's gradients are being reduced already. */

@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * One pass of several backwards: the micro-batches of a pipeline, whose graphs may all be outstanding at once.
+ *
+ *   closed      a backward is a pass of its own: backward_begin .. backward_end
+ *   open        pass_open .. (graph_begin .. grad(u, i, g) .. graph_end) for each graph .. pass_close
+ *
+ * Forwards may come at any time of an open pass. A unit is reduced in the last graph that gives it gradients, and the
+ * end of that graph does not wait for the reduction: what the other stages wait for leaves first. pass_close waits.
+ * With `each`, every graph is reduced at its end instead, so that whole gradients live for one graph alone.
+ */
+#include <string.h>
+
+#include "internal.h"
+#include "reduce.h"
+
+zpp_status zpp_zero_pass_open(zpp_zero *zero, bool reduce, bool each, struct zpp_err *err) {
+    if (zero->pass_is_open) return zpp_fail(err, ZPP_STATE, "zero: a pass opens inside an open pass");
+    const zpp_status status = each ? ZPP_OK : zpp_zero_backward_begin(zero, reduce, err);
+    if (status != ZPP_OK) return status;
+    zero->pass_is_open = true;
+    zero->reduces_graphs = each;
+    zero->pass_reduces = reduce;
+    for (int i = 0; i < zero->units_count; i++) zero->units[i]->awaits_graphs = !each;
+    return ZPP_OK;
+}
+
+static void expect_gradients(struct zpp_unit *unit) {
+    struct zpp_unit_grad *grad = unit->grad;
+    if (!grad) return;
+    memset(grad->seen, unit->masked, unit->params);
+    grad->missing = unit->masked ? 0 : unit->params;
+    grad->partial = false;
+}
+
+zpp_status zpp_zero_graph_begin(zpp_zero *zero, const uint8_t *units, int forwards, struct zpp_err *err) {
+    if (!zero->pass_is_open) return zpp_fail(err, ZPP_STATE, "zero: a graph begins, and no pass is open");
+    const zpp_status status = zero->reduces_graphs ? zpp_zero_backward_begin(zero, zero->pass_reduces, err) : ZPP_OK;
+    if (status != ZPP_OK) return status;
+    for (int i = 0; i < zero->units_count; i++) {
+        struct zpp_unit *unit = zero->units[i];
+        if (units[i] == ZPP_GRAPH_WITHOUT) continue;
+        unit->forwards = forwards;
+        if (zero->reduces_graphs) continue;
+        expect_gradients(unit);
+        unit->awaits_graphs = units[i] != ZPP_GRAPH_LAST;
+    }
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_graph_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    return zero->reduces_graphs ? zpp_zero_backward_end(zero, wait, err) : ZPP_OK;
+}
+
+zpp_status zpp_zero_pass_close(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    if (!zero->pass_is_open) return ZPP_OK;
+    const zpp_status status = zero->reduces_graphs ? ZPP_OK : zpp_zero_backward_end(zero, wait, err);
+    if (status != ZPP_OK) return status;
+    zpp_zero_pass_forget(zero);
+    zpp_zero_reset_uses(zero);
+    return ZPP_OK;
+}
+
+void zpp_zero_pass_forget(zpp_zero *zero) {
+    zero->pass_is_open = zero->reduces_graphs = false;
+    for (int i = 0; i < zero->units_count; i++) zero->units[i]->awaits_graphs = false;
+}
