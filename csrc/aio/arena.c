@@ -27,7 +27,7 @@ struct zpp_aio_arena {
     size_t refs; /* the engine, and each block */
 };
 
-static size_t whole_pages(size_t bytes) { return (bytes + ZPP_PAGE_BYTES - 1) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES; }
+static size_t whole_pages(size_t bytes) { return (bytes + zpp_page_bytes() - 1) / zpp_page_bytes() * zpp_page_bytes(); }
 
 static void free_slab(zpp_aio_arena *arena, struct zpp_aio_slab *slab) {
     if (slab->locked) arena->sys.unlock(arena->sys.ctx, slab->base, slab->bytes);
@@ -69,7 +69,7 @@ static zpp_status new_slab(zpp_aio_arena *arena, size_t bytes, struct zpp_aio_sl
     struct zpp_aio_slab *slab = calloc(1, sizeof *slab);
     void *base = NULL;
     if (!slab) return zpp_fail(err, ZPP_NOMEM, "aio: no memory for an arena of %zu bytes", bytes);
-    const zpp_status status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, &base, err);
+    const zpp_status status = zpp_mem_alloc(bytes, zpp_page_bytes(), &base, err);
     if (status != ZPP_OK) {
         free(slab);
         return status;
@@ -127,7 +127,7 @@ static zpp_status alloc_locked(zpp_aio_arena *arena, struct arena_block *block, 
 }
 
 zpp_status zpp_aio_arena_alloc(zpp_aio_arena *arena, size_t bytes, void **out, struct zpp_err *err) {
-    if (bytes > SIZE_MAX - ZPP_PAGE_BYTES) return zpp_fail(err, ZPP_NOMEM, "aio: no room for %zu bytes", bytes);
+    if (bytes > SIZE_MAX - zpp_page_bytes()) return zpp_fail(err, ZPP_NOMEM, "aio: no room for %zu bytes", bytes);
     struct arena_block *block = malloc(sizeof *block);
     if (!block) return zpp_fail(err, ZPP_NOMEM, "aio: no memory for a block of %zu bytes", bytes);
     *block = (struct arena_block){.bytes = whole_pages(bytes ? bytes : 1)};

@@ -78,7 +78,7 @@ zpp_checksums *zpp_checksums_create(void) {
     return NULL;
 }
 
-static uint64_t pages_of(uint64_t bytes) { return (bytes + ZPP_PAGE_BYTES - 1) / ZPP_PAGE_BYTES; }
+static uint64_t pages_of(uint64_t bytes) { return (bytes + ZPP_BLOCK_BYTES - 1) / ZPP_BLOCK_BYTES; }
 
 static uint64_t shared_spares(uint64_t pages) {
     uint64_t spares = LEAST_SPARE;
@@ -229,8 +229,8 @@ static void put_fragment(zpp_checksums *sums, uint64_t page, uint64_t fragment) 
 
 /* Return the bytes of [offset, end) in the page of `offset`. */
 static size_t in_page(uint64_t offset, uint64_t end, size_t *begin) {
-    *begin = (size_t)(offset % ZPP_PAGE_BYTES);
-    const uint64_t left = end - offset, in_page = ZPP_PAGE_BYTES - *begin;
+    *begin = (size_t)(offset % ZPP_BLOCK_BYTES);
+    const uint64_t left = end - offset, in_page = ZPP_BLOCK_BYTES - *begin;
     return (size_t)(left < in_page ? left : in_page);
 }
 
@@ -240,7 +240,7 @@ void zpp_checksums_set(zpp_checksums *sums, uint64_t offset_bytes, const void *d
     unsigned char *to = copy;
     while (offset_bytes < end) {
         uint64_t fragments[BATCH];
-        const uint64_t first = offset_bytes / ZPP_PAGE_BYTES;
+        const uint64_t first = offset_bytes / ZPP_BLOCK_BYTES;
         size_t count = 0;
         for (; count < BATCH && offset_bytes < end; ++count) {
             size_t begin;
@@ -263,10 +263,10 @@ void zpp_checksums_set(zpp_checksums *sums, uint64_t offset_bytes, const void *d
 void zpp_checksums_clear(zpp_checksums *sums, uint64_t offset_bytes, size_t bytes) {
     const uint64_t end = offset_bytes + bytes;
     lock(sums);
-    while (offset_bytes < end && offset_bytes / ZPP_PAGE_BYTES < sums->table->pages) {
+    while (offset_bytes < end && offset_bytes / ZPP_BLOCK_BYTES < sums->table->pages) {
         size_t begin;
         const size_t length = in_page(offset_bytes, end, &begin);
-        drop_touched(sums, offset_bytes / ZPP_PAGE_BYTES, begin, begin + length);
+        drop_touched(sums, offset_bytes / ZPP_BLOCK_BYTES, begin, begin + length);
         offset_bytes += length;
     }
     unlock(sums);
@@ -291,7 +291,7 @@ struct check {
 };
 
 static bool check_fragment(struct check *check, uint64_t page, uint64_t word) {
-    const uint64_t begin = page * ZPP_PAGE_BYTES + begin_of(word), end = begin + length_of(word);
+    const uint64_t begin = page * ZPP_BLOCK_BYTES + begin_of(word), end = begin + length_of(word);
     if (begin == end || begin >= check->wanted_end || end <= check->wanted || end > check->end) return true;
     const uint32_t crc = zpp_crc32(0, check->data + (begin - check->offset_bytes), (size_t)(end - begin));
     if (crc != crc_of(word)) {
@@ -318,11 +318,11 @@ static bool check_spares(struct check *check, uint64_t page) {
 
 bool zpp_checksums_check(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes, uint64_t wanted,
                          size_t wanted_bytes, size_t *checked_bytes, struct zpp_checksums_bad *bad) {
-    assert(offset_bytes % ZPP_PAGE_BYTES == 0);
+    assert(offset_bytes % ZPP_BLOCK_BYTES == 0);
     struct check check = {.sums = sums, .data = data, .offset_bytes = offset_bytes, .end = offset_bytes + bytes,
                           .wanted = wanted, .wanted_end = wanted + wanted_bytes, .bad = bad};
     const uint64_t last = pages_of(check.end);
-    for (uint64_t page = offset_bytes / ZPP_PAGE_BYTES; page < last;) {
+    for (uint64_t page = offset_bytes / ZPP_BLOCK_BYTES; page < last;) {
         uint64_t words[BATCH];
         const uint64_t count = last - page < BATCH ? last - page : BATCH;
         lock(sums);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Checksums of what was written to a file: CRC-32 (base/crc32.h) by page of ZPP_PAGE_BYTES, kept in memory, because the
- * files are scratch. Design note 26.
+ * Checksums of what was written to a file: CRC-32 (base/crc32.h) by page of ZPP_BLOCK_BYTES, kept in memory, because
+ * the files are scratch. Design note 26.
  *
  * A page that was written whole has one sum. One that was written in parts has a sum for each part, its *fragments*, so
  * that writers of neighbouring bytes need not know each other's. A write replaces the fragments that it touches. Bytes
@@ -52,8 +52,8 @@ struct zpp_checksums_bad {
     size_t bytes;
     uint32_t wrote, read; /* the two sums */
 };
-/* Check `data`, which was read at an offset that is a multiple of ZPP_PAGE_BYTES. Only fragments that share a byte with
- * [wanted, wanted + wanted_bytes) of the file, and lie within `data`, are checked. Return false if one differs; `*bad`
+/* Check `data`, which was read at an offset that is a multiple of ZPP_BLOCK_BYTES. Only fragments that share a byte
+ * with [wanted, wanted + wanted_bytes) of the file, and lie within `data`, are checked. Return false if one differs; `*bad`
  * is the first of them. On true, `*checked_bytes` of the wanted bytes were checked. */
 bool zpp_checksums_check(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes,
                          uint64_t wanted, size_t wanted_bytes, size_t *checked_bytes, struct zpp_checksums_bad *bad);

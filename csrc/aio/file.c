@@ -14,7 +14,7 @@
 #include "../base/mem.h"
 
 enum {
-    UNKNOWN_ALIGN_BYTES = 4096, /* for every device where the kernel has no answer */
+    UNKNOWN_ALIGN_BYTES = ZPP_BLOCK_BYTES, /* for every device where the kernel has no answer */
     SMALL_BYTES = 64 << 10,     /* up to here one more operation costs more than copying */
     RESERVE_FROM_BYTES = 1 << 20,
 };
@@ -412,7 +412,7 @@ static bool aligned(const void *memory, uint32_t align_bytes) { return ((uintptr
 
 static void write_piece(const struct zpp_file_part *part, const unsigned char *memory, size_t span, size_t bounce_bytes,
                         struct zpp_file_piece *out) {
-    const size_t unit = ZPP_PAGE_BYTES;
+    const size_t unit = ZPP_BLOCK_BYTES;
     const size_t into = (size_t)(out->offset_bytes % unit);
     out->direct = false;
     out->bounce = false;
@@ -464,10 +464,10 @@ void zpp_file_piece(struct zpp_file *file, bool write, const void *memory, uint6
     }
     const struct zpp_file_part *part = out->part;
     const bool direct = part->direct_fd >= 0 && !atomic_load_explicit(&part->direct_refused, memory_order_relaxed);
-    const size_t over = (size_t)((out->offset_bytes + span) % ZPP_PAGE_BYTES);
+    const size_t over = (size_t)((out->offset_bytes + span) % ZPP_BLOCK_BYTES);
     if (part->checksums && span < left_bytes && over < span) span -= over; /* a page is not cut in two without need */
     if (!write && part->checksums) {
-        read_piece(direct, ZPP_PAGE_BYTES, direct ? part->memory_align_bytes : 1, memory, span, bounce_bytes, out);
+        read_piece(direct, ZPP_BLOCK_BYTES, direct ? part->memory_align_bytes : 1, memory, span, bounce_bytes, out);
     } else if (!direct) {
         out->op_bytes = out->wanted_bytes = span;
     } else if (write) {

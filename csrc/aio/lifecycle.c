@@ -64,13 +64,13 @@ static zpp_status check_config(const struct zpp_aio_config *config, struct zpp_e
         return zpp_fail(err, ZPP_INVALID, "aio: %u paths, wanted at most %d", config->stripes_count, ZPP_AIO_PARTS);
     }
     /* Checked before block_bytes, which may have been chosen to fit the stripes. */
-    if (config->stripes_count && (!config->stripe_bytes || config->stripe_bytes % ZPP_PAGE_BYTES)) {
+    if (config->stripes_count && (!config->stripe_bytes || config->stripe_bytes % ZPP_BLOCK_BYTES)) {
         return zpp_fail(err, ZPP_INVALID, "aio: stripe_bytes is %zu, wanted a multiple of %d", config->stripe_bytes,
-                        ZPP_PAGE_BYTES);
+                        ZPP_BLOCK_BYTES);
     }
-    if (!config->block_bytes || config->block_bytes % ZPP_PAGE_BYTES || config->block_bytes > (size_t)1 << 30) {
+    if (!config->block_bytes || config->block_bytes % ZPP_BLOCK_BYTES || config->block_bytes > (size_t)1 << 30) {
         return zpp_fail(err, ZPP_INVALID, "aio: block_bytes is %zu, wanted a multiple of %d up to 1 GiB",
-                        config->block_bytes, ZPP_PAGE_BYTES);
+                        config->block_bytes, ZPP_BLOCK_BYTES);
     }
     if (config->threads > ZPP_AIO_MAX_DEPTH) {
         return zpp_fail(err, ZPP_INVALID, "aio: threads is %u, wanted at most %d", config->threads, ZPP_AIO_MAX_DEPTH);

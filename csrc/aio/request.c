@@ -153,7 +153,7 @@ static bool add_dependencies_on(zpp_aio_request *list, zpp_aio_request *later, u
 }
 
 bool zpp_aio_add_dependencies(struct zpp_file *file, zpp_aio_request *later) {
-    const uint64_t unit = file->checksummed ? ZPP_PAGE_BYTES : 1;
+    const uint64_t unit = file->checksummed ? ZPP_BLOCK_BYTES : 1;
     if (!add_dependencies_on(file->hazards->wide, later, unit)) return false;
     const uint64_t first = later->offset_bytes >> NARROW_SHIFT;
     const uint64_t last = (later->offset_bytes + later->bytes - 1) >> NARROW_SHIFT;

@@ -15,7 +15,7 @@ static void cpu_destroy(zpp_device *device) {
 
 static zpp_status cpu_alloc(zpp_device *device, size_t bytes, void **out, struct zpp_err *err) {
     (void)device;
-    return zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, out, err);
+    return zpp_mem_alloc(bytes, zpp_page_bytes(), out, err);
 }
 
 static void cpu_free(zpp_device *device, void *memory, size_t bytes) {

@@ -35,7 +35,7 @@ static zpp_status cuda_alloc(zpp_device *device, size_t bytes, void **out, struc
     struct zpp_cuda_device *cuda = zpp_cuda_of(device);
     struct zpp_cuda_block *block = malloc(sizeof *block);
     if (!block) return zpp_fail(err, ZPP_NOMEM, "device cuda: no memory for a block's record");
-    block->bytes = bytes + ZPP_PAGE_BYTES;
+    block->bytes = bytes + ZPP_BLOCK_BYTES;
     bool pushed;
     zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
     if (!status) {
@@ -47,7 +47,7 @@ static zpp_status cuda_alloc(zpp_device *device, size_t bytes, void **out, struc
         free(block);
         return status;
     }
-    block->aligned = (uintptr_t)(block->start + ZPP_PAGE_BYTES - 1) & ~(uintptr_t)(ZPP_PAGE_BYTES - 1);
+    block->aligned = (uintptr_t)(block->start + ZPP_BLOCK_BYTES - 1) & ~(uintptr_t)(ZPP_BLOCK_BYTES - 1);
     pthread_mutex_lock(&cuda->lock);
     block->next = cuda->blocks;
     cuda->blocks = block;

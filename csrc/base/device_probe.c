@@ -7,9 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "mem.h"
 #include "wrap.h"
 
-enum { BYTES = 1 << 20, PAGE_BYTES = 4096 };
+enum { BYTES = 1 << 20 };
 
 struct probe {
     zpp_device *device;
@@ -24,10 +25,11 @@ struct probe {
 static uint64_t *counter_of(const struct probe *probe) { return (uint64_t *)(void *)(probe->host + BYTES); }
 
 static zpp_status open_probe(struct probe *probe, struct zpp_err *err) {
-    probe->host = aligned_alloc(PAGE_BYTES, BYTES + PAGE_BYTES);
+    const size_t page_bytes = zpp_page_bytes(), host_bytes = BYTES + page_bytes;
+    probe->host = aligned_alloc(page_bytes, host_bytes);
     if (!probe->host) return zpp_fail(err, ZPP_NOMEM, "device: no memory of the host for a probe");
-    memset(probe->host, 0, BYTES + PAGE_BYTES);
-    zpp_status status = zpp_device_pin(probe->device, probe->host, BYTES + PAGE_BYTES, err);
+    memset(probe->host, 0, host_bytes);
+    zpp_status status = zpp_device_pin(probe->device, probe->host, host_bytes, err);
     probe->pinned = status == ZPP_OK;
     if (status == ZPP_OK) status = zpp_device_alloc(probe->device, BYTES, &probe->memory, err);
     if (status == ZPP_OK) status = zpp_stream_create(probe->device, ZPP_STREAM_THREAD, "first", &probe->first, err);

@@ -65,7 +65,7 @@ static void sim_destroy(zpp_device *device) {
 
 static zpp_status sim_alloc(zpp_device *device, size_t bytes, void **out, struct zpp_err *err) {
     (void)device;
-    const zpp_status status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, out, err);
+    const zpp_status status = zpp_mem_alloc(bytes, zpp_page_bytes(), out, err);
     if (!status) fill_pattern(*out, bytes, FRESH);
     return status;
 }

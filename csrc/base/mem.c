@@ -20,7 +20,7 @@ static size_t round_up(size_t bytes, size_t unit_bytes) { return (bytes + unit_b
 
 /* Map more than needed and unmap the ends, so that munmap(memory, bytes rounded up to pages) frees it whole. */
 static void *map_aligned(size_t bytes, size_t align_bytes) {
-    const size_t extra_bytes = align_bytes > ZPP_PAGE_BYTES ? align_bytes - ZPP_PAGE_BYTES : 0;
+    const size_t extra_bytes = align_bytes - ZPP_BLOCK_BYTES; /* mmap aligns to a page, which is no less */
     if (bytes + extra_bytes < bytes) return NULL;
     char *whole = mmap(NULL, bytes + extra_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (whole == MAP_FAILED) return NULL;
@@ -31,10 +31,10 @@ static void *map_aligned(size_t bytes, size_t align_bytes) {
 }
 
 static void *alloc_mapped(size_t bytes, size_t align_bytes) {
-    if (bytes > SIZE_MAX - ZPP_PAGE_BYTES) return NULL;
-    if (align_bytes < ZPP_PAGE_BYTES) align_bytes = ZPP_PAGE_BYTES;
+    if (bytes > SIZE_MAX - zpp_page_bytes()) return NULL;
+    if (align_bytes < zpp_page_bytes()) align_bytes = zpp_page_bytes();
     if (bytes >= HUGE_FROM_BYTES && align_bytes < HUGE_BYTES) align_bytes = HUGE_BYTES;
-    void *memory = map_aligned(round_up(bytes, ZPP_PAGE_BYTES), align_bytes);
+    void *memory = map_aligned(round_up(bytes, zpp_page_bytes()), align_bytes);
     if (memory && bytes >= HUGE_FROM_BYTES) madvise(memory, bytes, MADV_HUGEPAGE); /* a hint, which may be refused */
     return memory;
 }
@@ -59,7 +59,7 @@ zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zp
 void zpp_mem_free(void *memory, size_t bytes) {
     if (!memory) return;
     if (bytes < MAPPED_FROM_BYTES) free(memory);
-    else munmap(memory, round_up(bytes, ZPP_PAGE_BYTES));
+    else munmap(memory, round_up(bytes, zpp_page_bytes()));
 }
 
 void zpp_mem_trim(void) {

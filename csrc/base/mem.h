@@ -15,7 +15,10 @@
 #include <stdbool.h>
 #include "status.h"
 
-enum { ZPP_PAGE_BYTES = 4096 };
+/* Bytes of a file come in blocks of this size: O_DIRECT, checksums, stripes, records. It is no page of memory. */
+enum { ZPP_BLOCK_BYTES = 4096 };
+/* Return the size of a page of memory: 4, 16 or 64 KiB (aarch64 has all three), a multiple of ZPP_BLOCK_BYTES. */
+size_t zpp_page_bytes(void);
 
 /* Allocate zeroed memory, aligned to `align_bytes` (a power of two). New; free with zpp_mem_free(ptr, bytes). Large
  * blocks ask for huge pages. */
@@ -34,7 +37,7 @@ typedef struct zpp_range zpp_range;
 zpp_status zpp_range_create(size_t bytes, zpp_range **out, struct zpp_err *err);
 void zpp_range_destroy(zpp_range *range); /* NULL is fine; unmaps everything, so no thread may read it any more */
 void *zpp_range_base(const zpp_range *range);
-/* Map memory at [offset, offset + bytes), or unmap it; both are multiples of ZPP_PAGE_BYTES. Contents are undefined
+/* Map memory at [offset, offset + bytes), or unmap it; both are multiples of zpp_page_bytes(). Contents are undefined
  * after map and lost at unmap. At most `warm_bytes` (zpp_range_set_warm) of unmapped pages are kept for the next map;
  * the rest returns to the system. */
 zpp_status zpp_range_map(zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err);

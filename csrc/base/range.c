@@ -136,14 +136,14 @@ static bool move_pages(char *to, char *from, size_t bytes) {
 
 /* True if this kernel moves pages and leaves the hole mapped: tried once, on one page of each reservation. */
 static bool can_move(zpp_range *range) {
-    if (mprotect(range->home, ZPP_PAGE_BYTES, PROT_READ | PROT_WRITE) != 0) return false;
+    if (mprotect(range->home, zpp_page_bytes(), PROT_READ | PROT_WRITE) != 0) return false;
     *(volatile char *)range->home = 1;
-    const bool moved = move_pages(range->park, range->home, ZPP_PAGE_BYTES) && *(volatile char *)range->park == 1;
-    madvise(range->home, ZPP_PAGE_BYTES, MADV_DONTNEED);
-    mprotect(range->home, ZPP_PAGE_BYTES, PROT_NONE);
+    const bool moved = move_pages(range->park, range->home, zpp_page_bytes()) && *(volatile char *)range->park == 1;
+    madvise(range->home, zpp_page_bytes(), MADV_DONTNEED);
+    mprotect(range->home, zpp_page_bytes(), PROT_NONE);
     if (moved) {
-        madvise(range->park, ZPP_PAGE_BYTES, MADV_DONTNEED);
-        mprotect(range->park, ZPP_PAGE_BYTES, PROT_NONE);
+        madvise(range->park, zpp_page_bytes(), MADV_DONTNEED);
+        mprotect(range->park, zpp_page_bytes(), PROT_NONE);
     }
     return moved;
 }
@@ -208,7 +208,7 @@ static zpp_status release_piece(zpp_range *range, size_t index, size_t begin_byt
     const size_t spare_bytes = range->warm_limit_bytes > range->parked.total_bytes
                                   ? range->warm_limit_bytes - range->parked.total_bytes : 0;
     size_t keep_bytes = range->moves ? end_bytes - begin_bytes : 0;
-    if (keep_bytes > spare_bytes) keep_bytes = spare_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    if (keep_bytes > spare_bytes) keep_bytes = spare_bytes / zpp_page_bytes() * zpp_page_bytes();
     if (keep_bytes) {
         if (!move_pages(range->park + begin_bytes, range->home + begin_bytes, keep_bytes)) {
             return zpp_fail_os(err, errno, "address range: parking %zu bytes of offset %zu", keep_bytes, begin_bytes);
@@ -252,7 +252,7 @@ zpp_status zpp_range_create(size_t bytes, zpp_range **out, struct zpp_err *err) 
     }
     zpp_range *range = calloc(1, sizeof *range);
     if (!range) return zpp_fail(err, ZPP_NOMEM, "address range: no memory for its record");
-    range->bytes = (bytes + ZPP_PAGE_BYTES - 1) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    range->bytes = (bytes + zpp_page_bytes() - 1) / zpp_page_bytes() * zpp_page_bytes();
     range->home = reserve_addresses(range->bytes);
     range->park = reserve_addresses(range->bytes);
     if (range->home == MAP_FAILED || range->park == MAP_FAILED) {
@@ -285,9 +285,9 @@ void zpp_range_destroy(zpp_range *range) {
 void *zpp_range_base(const zpp_range *range) { return range->home; }
 
 static zpp_status check_piece(const zpp_range *range, size_t offset_bytes, size_t bytes, struct zpp_err *err) {
-    if (offset_bytes % ZPP_PAGE_BYTES || bytes % ZPP_PAGE_BYTES) {
-        return zpp_fail(err, ZPP_INVALID, "address range: offset %zu and %zu bytes, wanted multiples of %d",
-                        offset_bytes, bytes, ZPP_PAGE_BYTES);
+    if (offset_bytes % zpp_page_bytes() || bytes % zpp_page_bytes()) {
+        return zpp_fail(err, ZPP_INVALID, "address range: offset %zu and %zu bytes, wanted multiples of %zu",
+                        offset_bytes, bytes, zpp_page_bytes());
     }
     if (offset_bytes > range->bytes || bytes > range->bytes - offset_bytes) {
         return zpp_fail(err, ZPP_INVALID, "address range: offset %zu and %zu bytes end after its %zu bytes",
@@ -406,7 +406,7 @@ void zpp_range_set_warm(zpp_range *range, size_t warm_bytes) {
 }
 
 size_t zpp_range_place(size_t used_bytes, size_t bytes) {
-    const size_t unit_bytes = bytes >= HUGE_FROM_BYTES ? HUGE_BYTES : ZPP_PAGE_BYTES;
+    const size_t unit_bytes = bytes >= HUGE_FROM_BYTES ? HUGE_BYTES : zpp_page_bytes();
     return (used_bytes + unit_bytes - 1) / unit_bytes * unit_bytes;
 }
 

@@ -12,7 +12,7 @@
 
 zpp_status zpp_host_map_grain(zpp_device *device, size_t *bytes, struct zpp_err *err) {
     (void)device, (void)err;
-    *bytes = ZPP_PAGE_BYTES;
+    *bytes = zpp_page_bytes();
     return ZPP_OK;
 }
 
@@ -41,7 +41,7 @@ zpp_status zpp_host_map_wrapped(zpp_device *device, size_t address_bytes, size_t
     if (base == MAP_FAILED) {
         status = zpp_fail_os(err, errno, "wrapped memory: %zu bytes of addresses cannot be reserved", address_bytes);
     } else {
-        struct zpp_mapping mapping = {base, address_bytes, memory_bytes, ZPP_PAGE_BYTES, NULL};
+        struct zpp_mapping mapping = {base, address_bytes, memory_bytes, zpp_page_bytes(), NULL};
         status = map_all(fd, &mapping, err);
         if (status) zpp_host_unmap_wrapped(device, &mapping);
         else *out = mapping;

@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "py_comm.h"
+#include "../base/mem.h"
 #include "raise.h"
 
 typedef struct Region {
@@ -73,11 +74,11 @@ static PyObject *region_trim(PyObject *object, PyObject *args) {
     zpp_region *region = region_of(object);
     Py_ssize_t offset_bytes, bytes;
     if (!region || !PyArg_ParseTuple(args, "nn", &offset_bytes, &bytes)) return NULL;
-    const size_t all_bytes = zpp_region_bytes(region);
-    if (offset_bytes < 0 || bytes < 0 || offset_bytes % 4096 || bytes % 4096 || (size_t)offset_bytes > all_bytes ||
-        (size_t)bytes > all_bytes - (size_t)offset_bytes)
-        return PyErr_Format(PyExc_ValueError, "comm: trim of [%zd, +%zd), wanted multiples of 4096 within %zu bytes",
-                            offset_bytes, bytes, all_bytes);
+    const size_t all_bytes = zpp_region_bytes(region), page_bytes = zpp_page_bytes();
+    if (offset_bytes < 0 || bytes < 0 || (size_t)offset_bytes % page_bytes || (size_t)bytes % page_bytes ||
+        (size_t)offset_bytes > all_bytes || (size_t)bytes > all_bytes - (size_t)offset_bytes)
+        return PyErr_Format(PyExc_ValueError, "comm: trim of [%zd, +%zd), wanted multiples of %zu within %zu bytes",
+                            offset_bytes, bytes, page_bytes, all_bytes);
     zpp_region_trim(region, (size_t)offset_bytes, (size_t)bytes);
     Py_RETURN_NONE;
 }

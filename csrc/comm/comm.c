@@ -3,6 +3,7 @@
  * The communicator as an object: creation, end, the counts of what it moved, and its blocking collectives.
  */
 #include "comm.h"
+#include "../base/mem.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -15,7 +16,7 @@
 #include "shm/memfd.h"
 #include "tcp/net.h"
 
-enum { GUARD_BYTES = 4096, SPIN_TURNS = 2000, SPIN_TURNS_CROWDED = 50 };
+enum { SPIN_TURNS = 2000, SPIN_TURNS_CROWDED = 50 };
 
 static bool crowded(int ranks) {
     cpu_set_t cpus;
@@ -26,11 +27,11 @@ static bool crowded(int ranks) {
 /* A forked child has the parent's descriptors and mappings, and must touch neither counters nor comm error. The kernel
  * wipes this page in a child, so a check costs one load and needs no global handler. */
 static zpp_status make_fork_guard(struct zpp_comm *comm, struct zpp_err *err) {
-    void *page = mmap(NULL, GUARD_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *page = mmap(NULL, zpp_page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED) return zpp_fail_os(err, errno, "comm: no memory for a group");
     comm->fork_guard = page;
     atomic_store(comm->fork_guard, 1);
-    if (madvise(page, GUARD_BYTES, MADV_WIPEONFORK) != 0)
+    if (madvise(page, zpp_page_bytes(), MADV_WIPEONFORK) != 0)
         return zpp_fail_os(err, errno,
                            "comm: this kernel cannot wipe a page in forked children (Linux 4.14 or newer is wanted)");
     return ZPP_OK;
@@ -111,7 +112,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
         if (comm->peer[r].pidfd >= 0) close(comm->peer[r].pidfd);
         zpp_memfd_unmap(comm->base[r], comm->base_bytes);
     }
-    if (comm->fork_guard) munmap(comm->fork_guard, GUARD_BYTES);
+    if (comm->fork_guard) munmap(comm->fork_guard, zpp_page_bytes());
     if (!forked) { /* a forked child may have inherited them locked */
         pthread_mutex_destroy(&comm->message_lock);
         pthread_mutex_destroy(&comm->comm_error_lock);

@@ -75,7 +75,7 @@ struct zpp_control {
     struct zpp_line_counter staged[ZPP_PIPELINE_STAGES], taken[ZPP_PIPELINE_STAGES], step;
     struct zpp_line_counter doorbell;     /* rung by peers that sent or received something (p2p.c) */
     uint64_t counts[2][ZPP_RANKS_MAX];    /* bytes for each peer, alternating like `post` (coll_all_to_all.c) */
-    _Alignas(4096) uint8_t small[2][ZPP_SMALL_BYTES];
+    _Alignas(ZPP_LINE_BYTES) uint8_t small[2][ZPP_SMALL_BYTES];
 };
 
 /* A message with an optional descriptor, over the socket of a pair; see control_message.c. */

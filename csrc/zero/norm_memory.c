@@ -7,6 +7,8 @@
 
 #include "step_plan.h"
 
+#include "../base/mem.h"
+
 static void drop_memory(struct zpp_norm_memory *norm) {
     if (norm->memory) zpp_device_free(norm->device, norm->memory, norm->bytes);
     if (norm->host_bytes) zpp_device_unpin(norm->device, norm->host);
@@ -24,13 +26,13 @@ void zpp_norm_memory_free(struct zpp_norm_memory *norm) {
 
 zpp_status zpp_norm_memory_reserve(struct zpp_norm_memory *norm, zpp_device *device, size_t bytes, size_t host_bytes,
                                    struct zpp_err *err) {
-    enum { PAGE_BYTES = 4096 }; /* what is pinned is whole pages */
-    host_bytes = (host_bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+    const size_t page_bytes = zpp_page_bytes(); /* what is pinned is whole pages */
+    host_bytes = (host_bytes + page_bytes - 1) / page_bytes * page_bytes;
     norm->device = device;
     zpp_status status = norm->done ? ZPP_OK : zpp_event_create(device, &norm->done, err);
     if (status != ZPP_OK || (bytes <= norm->bytes && host_bytes <= norm->host_bytes)) return status;
     drop_memory(norm);
-    norm->host = aligned_alloc(PAGE_BYTES, host_bytes);
+    norm->host = aligned_alloc(page_bytes, host_bytes);
     if (!norm->host) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the sums of a norm");
     status = zpp_device_pin(device, norm->host, host_bytes, err);
     if (status != ZPP_OK) return status;

@@ -62,7 +62,7 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
 /* The accelerator writes to page-locked memory without a host that waits: to as much of the arena as may be in use, or
  * to the buckets that stay. */
 static zpp_status pin_buckets(zpp_zero *zero, size_t arena_bytes, size_t bytes, struct zpp_err *err) {
-    const size_t bound = round_up(zero->options.bucket_bytes, ZPP_PAGE_BYTES);
+    const size_t bound = round_up(zero->options.bucket_bytes, zpp_page_bytes());
     size_t used_bytes = arena_bytes ? arena_bytes : bytes;
     if (arena_bytes && bound && bound < used_bytes) used_bytes = bound;
     return zpp_pin(zero, zpp_grads_of_rank(zero, zero->rank), used_bytes, err);
@@ -74,7 +74,7 @@ static zpp_status make_bucket_memory(zpp_zero *zero, size_t arena_bytes, size_t 
         status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, bytes, &zero->grads, err);
     } else {
         void *memory = NULL;
-        status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, &memory, err);
+        status = zpp_mem_alloc(bytes, zpp_page_bytes(), &memory, err);
         zero->grads_alone = memory;
         zero->grads_alone_bytes = bytes;
     }
@@ -94,7 +94,7 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
     /* Behind them, the board of exchange.c: a norm, the name of its worst element and whose it was for each unit. */
     const size_t board_bytes = round_up(24 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     if (zero->path->make_buckets) return zero->path->make_buckets(zero, mappings_bytes, board_bytes, err);
-    if (!zpp_keeps_buckets(zero)) arena_bytes = round_up(mappings_bytes, ZPP_PAGE_BYTES);
+    if (!zpp_keeps_buckets(zero)) arena_bytes = round_up(mappings_bytes, zpp_page_bytes());
     for (int at = 0; at < zero->order_count; at++)
         zero->units[zero->order[at]]->grad->mapping_offset_bytes += arena_bytes;
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))

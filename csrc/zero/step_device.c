@@ -11,7 +11,6 @@
 #include "internal.h"
 #include "on_device.h"
 
-enum { HOST_BYTES = 4096 }; /* what is pinned is whole pages */
 
 struct zpp_step_device {
     struct zpp_step_device_options options;
@@ -28,10 +27,11 @@ struct zpp_step_device {
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
 static zpp_status make_on_host(zpp_step_device *step, struct zpp_err *err) {
-    step->on_host = aligned_alloc(HOST_BYTES, HOST_BYTES);
+    const size_t host_bytes = zpp_page_bytes(); /* what is pinned is whole pages */
+    step->on_host = aligned_alloc(host_bytes, host_bytes);
     if (!step->on_host) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the record of a step");
     *step->on_host = zpp_clip_record_of(step->options.loss_scale);
-    const zpp_status status = zpp_device_pin(step->device, step->on_host, HOST_BYTES, err);
+    const zpp_status status = zpp_device_pin(step->device, step->on_host, host_bytes, err);
     if (status != ZPP_OK) {
         free(step->on_host);
         step->on_host = NULL;

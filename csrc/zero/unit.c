@@ -38,7 +38,7 @@ void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes
 }
 
 size_t zpp_unit_next_offset(size_t *used_bytes, size_t bytes) {
-    const size_t at = round_up(*used_bytes, bytes >= PAGE_ALIGNED_BYTES ? ZPP_PAGE_BYTES : PARAM_ALIGN_BYTES);
+    const size_t at = round_up(*used_bytes, bytes >= PAGE_ALIGNED_BYTES ? zpp_page_bytes() : PARAM_ALIGN_BYTES);
     *used_bytes = at + bytes;
     return at;
 }

@@ -328,7 +328,7 @@ static zpp_status pin_params(zpp_zero *zero, struct zpp_err *err) {
 static zpp_status make_alone(zpp_zero *zero, struct zpp_err *err) {
     if (zero->params_bytes == 0) return ZPP_OK;
     void *memory = NULL;
-    const zpp_status status = zpp_mem_alloc(zero->params_bytes, ZPP_PAGE_BYTES, &memory, err);
+    const zpp_status status = zpp_mem_alloc(zero->params_bytes, zpp_page_bytes(), &memory, err);
     zero->alone = memory;
     zero->alone_bytes = zero->params_bytes;
     return status == ZPP_OK ? pin_params(zero, err) : status;

@@ -208,7 +208,7 @@ class Engine:
             self._tell()
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor in the engine's arena: aligned for O_DIRECT, locked, of exact size (rounded up to 4096 bytes).
+        """Return a tensor in the engine's arena: aligned for O_DIRECT, locked, of exact size (rounded up to whole pages).
 
         Its contents are undefined. The memory goes back when the tensor and its views die, also after ``close``.
 

@@ -78,7 +78,9 @@ class Flavor:
     def __init__(self, name: str) -> None:
         self.name = name
         self.folder = ROOT / "build" / "c" / (f"{name}-{build.TARGET}" if build.TARGET else name)
-        self.builder = build.Builder(self.folder, FLAVORS[name])
+        page_bytes = os.sysconf("SC_PAGESIZE")
+        pages = [] if page_bytes == 4096 else [f"-DTEST_PAGE_BYTES={page_bytes}"]
+        self.builder = build.Builder(self.folder, [*FLAVORS[name], *pages])
         if name == "fuzz":
             self.builder.cc = ["clang"]
         self.product = self.folder / "product.a"

@@ -12,7 +12,7 @@
 #include "../../csrc/aio/checksums.h"
 #include "../../csrc/base/mem.h"
 
-enum { KIB = 1024, MIB = 1024 * 1024, PAGE = ZPP_PAGE_BYTES };
+enum { KIB = 1024, MIB = 1024 * 1024, PAGE = ZPP_BLOCK_BYTES };
 
 static uint64_t seed = 1;
 static uint64_t next(uint64_t below) {

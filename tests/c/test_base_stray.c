@@ -17,7 +17,8 @@
 #include "../../csrc/base/range.h"
 #include "../../csrc/base/stray.h"
 
-enum { PAGE = ZPP_PAGE_BYTES, MIB = 1 << 20 };
+#define PAGE zpp_page_bytes()
+enum { MIB = 1 << 20 };
 
 static zpp_range *make_range(size_t bytes) {
     struct zpp_err err = ZPP_ERR_INIT;

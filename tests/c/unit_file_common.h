@@ -10,7 +10,10 @@
 #include "aio_common.h"
 #include "planned_io.h"
 
-enum { PAGE = ZPP_PAGE_BYTES };
+#ifndef TEST_PAGE_BYTES /* run.py and large_pages.h define it where pages are larger */
+#define TEST_PAGE_BYTES 4096
+#endif
+enum { PAGE = TEST_PAGE_BYTES };
 
 /* How files are made from now on; zeros: one file, without checksums. */
 static struct {

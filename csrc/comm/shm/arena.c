@@ -11,9 +11,10 @@
 #include <unistd.h>
 
 #include "../internal.h"
+#include "../../base/mem.h"
 #include "memfd.h"
 
-enum { PAGE = 4096, SMALL_ALIGN = 256, PAGED_FROM = 65536, PUNCH_FROM = 1 << 20 };
+enum { SMALL_ALIGN = 256, PAGED_FROM = 65536, PUNCH_FROM = 1 << 20 };
 static const size_t WARM_BYTES = (size_t)512 << 20, MOST_BYTES = (size_t)1 << 38;
 
 struct span {
@@ -91,7 +92,7 @@ static struct span *carve(struct span *span, size_t at, size_t bytes) {
 }
 
 static struct span *take_span(struct zpp_arena *arena, size_t bytes) {
-    const size_t align = bytes >= PAGED_FROM ? PAGE : SMALL_ALIGN;
+    const size_t align = bytes >= PAGED_FROM ? zpp_page_bytes() : SMALL_ALIGN;
     const size_t rounded = align_up(bytes ? bytes : 1, align);
     for (struct span *span = arena->spans; span; span = span->next) {
         const size_t at = align_up(span->offset, align), skipped = at - span->offset;
@@ -128,8 +129,8 @@ static void give_span(struct zpp_arena *arena, size_t offset) {
 /* --- own arenas -------------------------------------------------------------------------------------------------- */
 
 static size_t machine_bytes(void) {
-    const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
-    const size_t bytes = pages > 0 && page > 0 ? align_up((size_t)pages * (size_t)page, PAGE) : (size_t)1 << 32;
+    const long pages = sysconf(_SC_PHYS_PAGES);
+    const size_t bytes = pages > 0 ? (size_t)pages * zpp_page_bytes() : (size_t)1 << 32;
     return bytes < MOST_BYTES ? bytes : MOST_BYTES;
 }
 
@@ -144,7 +145,7 @@ static zpp_status announce(struct zpp_comm *comm, const struct zpp_arena *arena,
 
 /* Map the arena, or less of it, down to `wanted`, where the address space is limited (ulimit -v). */
 static zpp_status map_some(struct zpp_arena *arena, size_t wanted, int *out_fd, struct zpp_err *err) {
-    for (;; arena->bytes = align_up(arena->bytes / 2, PAGE)) {
+    for (;; arena->bytes = align_up(arena->bytes / 2, zpp_page_bytes())) {
         void *base = NULL;
         int fd = -1;
         zpp_status status = zpp_memfd_create("zeropp-arena", arena->bytes, &fd, err);
@@ -216,7 +217,7 @@ zpp_status zpp_comm_alloc(zpp_comm *comm, size_t bytes, zpp_block **out, struct 
     }
     if (status == ZPP_AGAIN) {
         struct zpp_arena *arena = NULL;
-        status = arena_open(comm, newest + 1, align_up(bytes + PAGE, PAGE), &arena, err);
+        status = arena_open(comm, newest + 1, align_up(bytes + zpp_page_bytes(), zpp_page_bytes()), &arena, err);
         if (status == ZPP_OK) {
             arena->next = comm->arenas;
             comm->arenas = arena;

@@ -14,7 +14,7 @@ enum { RING_BYTES = 1 << 20 };
 struct zpp_channel {
     _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t written; /* bytes since the beginning */
     _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t read;
-    _Alignas(4096) uint8_t ring[RING_BYTES];
+    _Alignas(ZPP_LINE_BYTES) uint8_t ring[RING_BYTES];
 };
 
 static zpp_status map(int fd, struct zpp_channel **out, struct zpp_err *err) {

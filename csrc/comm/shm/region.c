@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "../internal.h"
+#include "../../base/mem.h"
 #include "memfd.h"
 
 struct zpp_region {
@@ -107,7 +108,7 @@ zpp_status zpp_region_create(zpp_comm *comm, enum zpp_region_kind kind, size_t b
     region->kind = kind;
     region->rank = comm->rank;
     region->ranks = comm->ranks;
-    region->bytes = (bytes + 4095) & ~(size_t)4095;
+    region->bytes = (bytes + zpp_page_bytes() - 1) / zpp_page_bytes() * zpp_page_bytes();
     const struct making making = {++comm->regions, bytes, kind};
     status = make_region(comm, region, &making, err);
     if (status == ZPP_OK && kind == ZPP_REGION_ONE) spread_one(region);
@@ -136,6 +137,7 @@ void *zpp_region_base(const zpp_region *region, int rank) {
 size_t zpp_region_bytes(const zpp_region *region) { return region->bytes; }
 
 void zpp_region_trim(zpp_region *region, size_t offset_bytes, size_t bytes) {
-    assert(offset_bytes % 4096 == 0 && bytes % 4096 == 0 && offset_bytes + bytes <= region->bytes);
+    assert(offset_bytes % zpp_page_bytes() == 0 && bytes % zpp_page_bytes() == 0);
+    assert(offset_bytes + bytes <= region->bytes);
     zpp_memfd_punch((uint8_t *)region->base[region->rank] + offset_bytes, bytes);
 }

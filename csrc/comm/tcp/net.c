@@ -9,6 +9,7 @@
  * cause no further events. Twice a second the watcher checks whether the network interface has a link.
  */
 #include "net.h"
+#include "../../base/mem.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -267,8 +268,8 @@ void zpp_net_destroy(struct zpp_comm *comm, bool forked) {
 zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err) {
     struct zpp_net *net = comm->net;
     if (bytes > net->scratch_bytes) {
-        const size_t wanted = (bytes + 4095) & ~(size_t)4095;
-        uint8_t *memory = aligned_alloc(4096, wanted);
+        const size_t page_bytes = zpp_page_bytes(), wanted = (bytes + page_bytes - 1) / page_bytes * page_bytes;
+        uint8_t *memory = aligned_alloc(page_bytes, wanted);
         if (!memory) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for %zu bytes from other hosts", wanted);
         free(net->scratch);
         net->scratch = memory;

@@ -147,7 +147,7 @@ static zpp_status make_stream_memory(struct record_stream *stream, struct zpp_er
     if (!stream->held_elems || !stream->planes) return ZPP_OK;
     void *memory = NULL;
     const zpp_status status =
-        zpp_mem_alloc(stream->planes * stream->held_elems * sizeof(float), ZPP_PAGE_BYTES, &memory, err);
+        zpp_mem_alloc(stream->planes * stream->held_elems * sizeof(float), zpp_page_bytes(), &memory, err);
     stream->held = memory;
     return status;
 }

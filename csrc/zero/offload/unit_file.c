@@ -62,14 +62,14 @@ zpp_status zpp_unit_file_add(zpp_unit_file *unit_file, size_t bytes, int *unit, 
                                                      &unit_file->units_capacity, sizeof *units);
     if (!units) return zpp_fail(err, ZPP_NOMEM, "params: no memory for unit %d", unit_file->units_count);
     unit_file->units = units;
-    /* Shared mappings are memfds, whose pages are of 4 KiB (docs/design/0031). */
+    /* Shared mappings are memfds, whose pages are small ones (docs/design/0031). */
     const size_t at = unit_file->ranks == 1 ? zpp_range_place(unit_file->mapping_bytes,
                                                               bytes) : unit_file->mapping_bytes;
     units[unit_file->units_count] =
-        (struct unit_file_unit){ .offset_bytes = at, .bytes = round_up(bytes, ZPP_PAGE_BYTES) };
+        (struct unit_file_unit){ .offset_bytes = at, .bytes = round_up(bytes, zpp_page_bytes()) };
     *unit = unit_file->units_count++;
     *offset_bytes = at;
-    unit_file->mapping_bytes = at + round_up(bytes, ZPP_PAGE_BYTES);
+    unit_file->mapping_bytes = at + round_up(bytes, zpp_page_bytes());
     return ZPP_OK;
 }
 
@@ -105,7 +105,7 @@ static size_t all_sums_bytes(const zpp_unit_file *unit_file) {
 
 static zpp_status make_shared_mapping(zpp_unit_file *unit_file, struct zpp_err *err) {
     const size_t board_bytes = round_up((size_t)unit_file->units_count * sizeof(struct unit_file_board),
-                                        ZPP_PAGE_BYTES);
+                                        zpp_page_bytes());
     /* These are addresses only: pages that are never written take no memory. */
     const size_t checksum_bytes = all_sums_bytes(unit_file);
     const zpp_status status = zpp_region_create(unit_file->comm, ZPP_REGION_ONE,
@@ -155,7 +155,7 @@ zpp_status zpp_unit_file_seal(zpp_unit_file *unit_file, size_t warm_bytes, struc
     unit_file->sealed = true;
     if (!unit_file->mapping_bytes) return ZPP_OK;
     const size_t held_bytes = (size_t)((1.0 - unit_file->fraction) * (double)unit_file->mapping_bytes);
-    if (!unit_file->quant.bits) unit_file->resident_bytes = held_bytes / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    if (!unit_file->quant.bits) unit_file->resident_bytes = held_bytes / zpp_page_bytes() * zpp_page_bytes();
     const zpp_status status = unit_file_qcopy_seal(unit_file, err);
     if (status != ZPP_OK) return status;
     place_copies(unit_file);

@@ -114,7 +114,7 @@ static zpp_status make_qcopies_memory(zpp_unit_file *unit_file, struct zpp_err *
         return status;
     }
     void *memory = NULL;
-    const zpp_status status = zpp_mem_alloc(unit_file->qcopies_resident_bytes, ZPP_PAGE_BYTES, &memory, err);
+    const zpp_status status = zpp_mem_alloc(unit_file->qcopies_resident_bytes, zpp_page_bytes(), &memory, err);
     unit_file->qcopies_memory = memory;
     return status;
 }
@@ -126,14 +126,15 @@ zpp_status unit_file_qcopy_seal(zpp_unit_file *unit_file, struct zpp_err *err) {
     for (int i = held; i < unit_file->units_count; i++) {
         struct unit_file_unit *unit = &unit_file->units[i];
         unit->qcopy_offset_bytes = unit_file->qcopies_bytes;
-        unit->qcopy_bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_PAGE_BYTES);
+        unit->qcopy_bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_BLOCK_BYTES);
         unit_file->qcopies_bytes += unit->qcopy_bytes;
         if (unit->qcopy_bytes > unit_file->staging_bytes) unit_file->staging_bytes = unit->qcopy_bytes;
     }
     unit_file->qcopies_resident_bytes = unit_file->qcopies_bytes;
     if (!unit_file->qcopies_in_memory)
         unit_file->qcopies_resident_bytes =
-            (size_t)((1.0 - unit_file->fraction) * (double)unit_file->qcopies_bytes) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+            (size_t)((1.0 - unit_file->fraction) * (double)unit_file->qcopies_bytes) / ZPP_BLOCK_BYTES *
+            ZPP_BLOCK_BYTES;
     return unit_file->qcopies_resident_bytes ? make_qcopies_memory(unit_file, err) : ZPP_OK;
 }
 
@@ -160,7 +161,7 @@ static zpp_status take_staging(zpp_unit_file *unit_file, struct unit_file_stagin
         void *memory = NULL;
         staging = calloc(1, sizeof *staging);
         if (!staging) return zpp_fail(err, ZPP_NOMEM, "params: no memory for a quantised copy that is being read");
-        const zpp_status status = zpp_mem_alloc(unit_file->staging_bytes, ZPP_PAGE_BYTES, &memory, err);
+        const zpp_status status = zpp_mem_alloc(unit_file->staging_bytes, zpp_page_bytes(), &memory, err);
         if (status != ZPP_OK) {
             free(staging);
             return status;
@@ -228,9 +229,9 @@ bool zpp_unit_file_keeps_qcopies(const zpp_unit_file *unit_file) {
 /* Round a unit that is held as values, through a quantised copy that is dropped again. */
 static zpp_status round_held(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *values,
                              struct zpp_err *err) {
-    const size_t bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_PAGE_BYTES);
+    const size_t bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_BLOCK_BYTES);
     void *qcopy = NULL;
-    const zpp_status status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, &qcopy, err);
+    const zpp_status status = zpp_mem_alloc(bytes, zpp_page_bytes(), &qcopy, err);
     if (status != ZPP_OK) return status;
     (void)walk(unit_file, unit, MAKE, values, qcopy);
     (void)walk(unit_file, unit, EXPAND, values, qcopy);

@@ -68,7 +68,7 @@ static bool add_place(const zpp_unit_file *unit_file, struct unit_file_window *w
         zpp_array_reserve(window->runs, window->runs_count, &window->runs_capacity, sizeof *runs);
     if (!runs) return false;
     window->runs = runs;
-    const size_t at = round_up(*used_bytes, ZPP_PAGE_BYTES) + place->offset_bytes % ZPP_PAGE_BYTES;
+    const size_t at = round_up(*used_bytes, ZPP_BLOCK_BYTES) + place->offset_bytes % ZPP_BLOCK_BYTES;
     window->runs[window->runs_count++] = (struct unit_file_run){
         .offset_bytes = place->offset_bytes, .bytes = place->bytes, .at_bytes = at,
         .reads = place->part != PARAM_OUT };
@@ -84,10 +84,10 @@ static zpp_status make_capacity(zpp_unit_file *unit_file, struct unit_file_windo
     window->memory = NULL;
     window->capacity_bytes = 0;
     void *memory = NULL;
-    const zpp_status status = zpp_aio_arena_alloc(arena, round_up(bytes, ZPP_PAGE_BYTES), &memory, err);
+    const zpp_status status = zpp_aio_arena_alloc(arena, round_up(bytes, ZPP_BLOCK_BYTES), &memory, err);
     if (status != ZPP_OK) return status;
     window->memory = memory;
-    window->capacity_bytes = round_up(bytes, ZPP_PAGE_BYTES);
+    window->capacity_bytes = round_up(bytes, ZPP_BLOCK_BYTES);
     return ZPP_OK;
 }
 
@@ -217,12 +217,13 @@ zpp_status zpp_unit_file_carry(zpp_unit_file *unit_file, const void *address, si
     if (!unit_file->file.aio) return zpp_fail(err, ZPP_STATE,
                                          "params: their file is closed with the model; prepare a new one");
     zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->file.aio);
-    const size_t capacity_bytes = round_up(bytes < CARRY_BYTES ? bytes : CARRY_BYTES, ZPP_PAGE_BYTES) + ZPP_PAGE_BYTES;
+    const size_t most_bytes = bytes < CARRY_BYTES ? bytes : CARRY_BYTES;
+    const size_t capacity_bytes = round_up(most_bytes, ZPP_BLOCK_BYTES) + ZPP_BLOCK_BYTES;
     void *memory = NULL;
     zpp_status status = zpp_aio_arena_alloc(arena, capacity_bytes, &memory, err);
     if (status != ZPP_OK) return status;
     for (size_t done = 0, run; done < bytes && status == ZPP_OK; done += run) {
-        const size_t inside = (offset + done) % ZPP_PAGE_BYTES; /* so that whole pages move directly */
+        const size_t inside = (offset + done) % ZPP_BLOCK_BYTES; /* so that whole pages move directly */
         run = bytes - done < CARRY_BYTES - inside ? bytes - done : CARRY_BYTES - inside;
         unsigned char *at = (unsigned char *)memory + inside;
         status = unit_file_move(unit_file, offset + done, at, run, false, false, fault, err);

@@ -17,7 +17,7 @@
 enum { STAY_MAPPED_BYTES = 64 * 1024 }; /* below this, mapping costs more than the memory is worth */
 
 static size_t mapped_bytes(const struct zpp_unit *unit) {
-    return (zpp_unit_bytes(unit) + ZPP_PAGE_BYTES - 1) / ZPP_PAGE_BYTES * ZPP_PAGE_BYTES;
+    return (zpp_unit_bytes(unit) + zpp_page_bytes() - 1) / zpp_page_bytes() * zpp_page_bytes();
 }
 
 void zpp_range_lay_out(zpp_zero *zero, struct zpp_unit *unit) {

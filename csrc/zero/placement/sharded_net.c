@@ -47,7 +47,7 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
         if (has_secondary(zero, zero->units[i])) bytes += part_bytes(zero, zero->units[i]);
     if (!bytes) return ZPP_OK;
     void *memory = NULL;
-    const zpp_status status = zpp_mem_alloc(bytes, ZPP_PAGE_BYTES, &memory, err);
+    const zpp_status status = zpp_mem_alloc(bytes, zpp_page_bytes(), &memory, err);
     if (status != ZPP_OK) return status;
     zero->secondary = memory;
     zero->secondary_bytes = bytes;

@@ -7,6 +7,7 @@ csrc/zero/offload: optim_file.c (buffers), unit_file_step.c (windows) and grad_f
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from zeropp import _C
 from zeropp.config import TORCH_DTYPES, Config, Offload, Tier
 from zeropp.zero.model_state import SHARD, ModelState, Unit
 
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 64 << 20
 """With prefetch="auto", this much may be in memory ahead of need: gathered units, and of loaded ones at least this much."""
 _WINDOWS = 4
