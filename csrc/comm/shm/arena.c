@@ -129,8 +129,9 @@ static void give_span(struct zpp_arena *arena, size_t offset) {
 /* --- own arenas -------------------------------------------------------------------------------------------------- */
 
 static size_t machine_bytes(void) {
-    const long pages = sysconf(_SC_PHYS_PAGES);
-    const size_t bytes = pages > 0 ? (size_t)pages * zpp_page_bytes() : (size_t)1 << 32;
+    const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    const size_t bytes = pages > 0 && page > 0 ? align_up((size_t)pages * (size_t)page, zpp_page_bytes())
+                                               : (size_t)1 << 32;
     return bytes < MOST_BYTES ? bytes : MOST_BYTES;
 }
 
