@@ -155,6 +155,14 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
     return comm
 
 
+def own_communicator(group: dist.ProcessGroup, name: str) -> Any:
+    """Make a ``_C.Comm`` of the ranks of a group for one user alone, whose collectives meet nobody else's. Collective; the caller
+    closes it."""
+    c10d = dist.distributed_c10d
+    store = c10d.PrefixStore(f"zeropp/{name}", c10d._get_process_group_store(group))
+    return create(store, group.rank(), group.size(), timeout_of(group), name)
+
+
 def host_communicator() -> Any:
     """Return the ``_C.Comm`` of the ranks of the default group that are on this host. Collective at the first call;
     then kept."""

@@ -8,9 +8,10 @@ differentiable: each is the gradient of the other.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeropp.comm.group import communicator, dtype_code
-from zeropp.errors import ConfigError
+from zeropp import _C
+from zeropp.comm.group import BYTES, communicator, dtype_code
+from zeropp.errors import CommError, ConfigError
 
 Spans = tuple[tuple[int, int], ...]
 """By rank: the first head that it computes, and the first one after it."""
@@ -28,10 +30,15 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sequence lies over the ranks of a group: ``lengths[r]`` tokens on rank r."""
+    """How a sequence lies over the ranks of a group: ``lengths[r]`` tokens on rank r.
+
+    Attributes:
+        core: the ``_C.Comm`` of the exchange; None: that of the group.
+    """
 
     group: Any
     lengths: tuple[int, ...]
+    core: Any = None
 
     @property
     def rank(self) -> int:
@@ -120,6 +127,34 @@ def _exchange(
     return tuple(results)
 
 
+@contextlib.contextmanager
+def named_in_job(group: Any) -> Iterator[None]:
+    """Have errors of the group's collectives name the rank of the job, too, where the group is a part of the job."""
+    try:
+        yield
+    except CommError as error:
+        ranks = dist.get_process_group_ranks(group)
+        if error.rank is None or not 0 <= error.rank < len(ranks) or len(ranks) == dist.get_world_size():
+            raise
+        job_rank = ranks[error.rank]
+        named = type(error)(f"{error} (rank {error.rank} of this group is rank {job_rank} of the job)", rank=job_rank)
+        raise named from error
+
+
+def gather_tokens(cut: Cut, tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that is cut over tokens, (batch, own tokens) -> (batch, all tokens). Collective."""
+    part = tensor.detach().to("cpu").contiguous()
+    parts = [part.new_empty(part.shape[0], length) for length in cut.lengths]
+    core = communicator(cut.group) if cut.core is None else cut.core
+    mine = (part.data_ptr(), part.numel() * part.element_size())
+    with named_in_job(cut.group):
+        core.exchange(
+            _C.COMM_COLLECTIVES["all_to_all"], BYTES, 0,
+            [(one.data_ptr(), one.numel() * one.element_size()) for one in parts], [mine] * len(parts),
+        )  # fmt: skip
+    return torch.cat(parts, 1).to(tensor.device)
+
+
 def check(cut: Cut, tensors: Sequence[Tensor], tokens: int) -> None:
     """Raise zeropp.ConfigError for tensors that are not this rank's part of the sequence."""
     one = tensors[0]
@@ -145,7 +180,9 @@ def _exchange_here(
         words += _place(mine) + _place(whole)
         words += [mine.shape[1], source.shape[3] * source.element_size()]
         words += [first for first, _ in spans[at]] + [end for _, end in spans[at]]
-    communicator(cut.group).heads(struct.pack(f"{len(words)}q", *words))
+    core = communicator(cut.group) if cut.core is None else cut.core
+    with named_in_job(cut.group):
+        core.heads(struct.pack(f"{len(words)}q", *words))
 
 
 def _place(tensor: Tensor) -> list[int]:

@@ -78,14 +78,14 @@ def check_model(model: nn.Module, patterns: Any, path: str) -> None:
     """Raise zeropp.ConfigError where ``patterns``, as check_attention gives them, cannot be put into ``model``."""
     if _has_its_own(model):
         return
-    layers = _layers(model)
+    layers = layers_of(model)
     named = type(model).__name__
-    if not layers or not _models(model):
+    if not layers or not models_of(model):
         raise ConfigError(
             f"{path}: {named} has no attention of transformers' interface; wanted a transformers model whose layers ask "
             "AttentionInterface, or zeropp.nn.SparseAttention in a model of your own"
         )
-    for one in _models(model):
+    for one in models_of(model):
         _check_config(one, path)
     unknown = sorted(set(patterns) - set(layers)) if _is_by_layer(patterns) else []
     if unknown:
@@ -120,7 +120,7 @@ def _check_config(model: Any, path: str) -> None:
             )
 
 
-def _models(model: nn.Module) -> list[Any]:
+def models_of(model: nn.Module) -> list[Any]:
     """Return the transformers models in ``model`` that are not part of another one."""
     found: list[Any] = []
     for module in model.modules():
@@ -131,7 +131,7 @@ def _models(model: nn.Module) -> list[Any]:
     return found
 
 
-def _layers(model: nn.Module) -> dict[int, list[Any]]:
+def layers_of(model: nn.Module) -> dict[int, list[Any]]:
     """Return the modules of self-attention, by the number of their layer."""
     found: dict[int, list[Any]] = {}
     for module in model.modules():
@@ -157,11 +157,11 @@ def _install(model: nn.Module, patterns: Any, seed: int) -> None:
     if _has_its_own(model):
         return
     register()
-    for layer, modules in _layers(model).items():
+    for layer, modules in layers_of(model).items():
         pattern = _pattern_of(patterns, layer, seed) or Dense()
         for module in modules:
             setattr(module, _PATTERN, dataclasses.replace(pattern, causal=module.is_causal))
-    for one in _models(model):
+    for one in models_of(model):
         one.set_attn_implementation(NAME)
 
 

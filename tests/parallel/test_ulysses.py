@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers models whose sequences are cut over ranks, against the same model on whole sequences in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from ranks import on_ranks
+
+KINDS = ("plain", "packed", "window", "window packed", "padding")
+HEADS = ((4, 2), (6, 1), (5, 5))
+ALL = [
+    (family, impl, kind, heads)
+    for family, impl, kind, heads in itertools.product(("llama", "qwen3", "mistral", "gemma"), ("sdpa", "eager"), KINDS, HEADS)
+    if "window" not in kind or family in ("mistral", "gemma")
+]  # fmt: skip
+SAMPLED = {
+    ("llama", "sdpa", "plain", (4, 2)), ("llama", "sdpa", "plain", (6, 1)), ("llama", "eager", "plain", (5, 5)),
+    ("llama", "sdpa", "padding", (4, 2)), ("qwen3", "sdpa", "packed", (4, 2)), ("qwen3", "eager", "padding", (6, 1)),
+    ("mistral", "sdpa", "window", (4, 2)), ("mistral", "sdpa", "window packed", (6, 1)), ("gemma", "eager", "window packed", (5, 5)),
+}  # fmt: skip
+CASES = [pytest.param(*case, marks=[] if case in SAMPLED else pytest.mark.slow) for case in ALL]
+
+
+@pytest.mark.parametrize(("family", "impl", "kind", "heads"), CASES)
+@on_ranks(2, 4)
+def test_logits_equal_those_of_one_process(family: str, impl: str, kind: str, heads: list[int]) -> None:
+    import cut_models
+    import torch
+    import torch.distributed as dist
+    import zeropp.parallel
+
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    whole, parts = (cut_models.model(family, *heads, impl, window="window" in kind) for _ in range(2))
+    handle = zeropp.parallel.ulysses(parts, dist.group.WORLD)
+    batch = cut_models.batch(kind)
+    del batch["labels"]
+    cut = slice(*cut_models.cuts(ranks)[me : me + 2])
+    live = batch["attention_mask"].float() if kind == "padding" else torch.ones(2, cut_models.TOKENS)
+    want = whole(**batch).logits
+    got = parts(**{name: value[:, cut] for name, value in batch.items()}).logits
+    assert torch.equal(got[live[:, cut].bool()], want[:, cut][live[:, cut].bool()])
+
+    (want.square().mean(-1) * live).sum().backward()
+    (got.square().mean(-1) * live[:, cut]).sum().backward()
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        assert float((p.grad - q.grad).abs().max()) <= 1e-6 * max(float(p.grad.abs().max()), 1.0)
+    handle.remove()
