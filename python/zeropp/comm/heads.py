@@ -76,13 +76,13 @@ def to_heads(cut: Cut, tensors: Sequence[Tensor], spans: Sequence[Spans]) -> tup
     Returns:
         (batch, own heads, all tokens, width) each, laid out as (batch, tokens, heads, width).
     """
-    return _ToHeads.apply(cut, tuple(spans), *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _ToHeads.apply(cut, tuple(spans), *tensors)  # type: ignore[no-any-return]
 
 
 def to_tokens(cut: Cut, tensor: Tensor, spans: Spans) -> Tensor:
     """Return all heads of this rank's tokens, (batch, heads, own tokens, width), laid out as (batch, tokens, heads, width), of the own
     heads of all tokens."""
-    return _ToTokens.apply(cut, spans, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return _ToTokens.apply(cut, spans, tensor)  # type: ignore[no-any-return]
 
 
 class _ToHeads(torch.autograd.Function):
@@ -92,7 +92,7 @@ class _ToHeads(torch.autograd.Function):
         return _exchange(cut, spans, tensors, None)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, *_exchange(ctx.cut, ctx.spans, grads, ctx.heads)
 
@@ -104,7 +104,7 @@ class _ToTokens(torch.autograd.Function):
         return _exchange(cut, (spans,), (tensor,), [spans[-1][1]])[0]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, None, _exchange(ctx.cut, (ctx.spans,), (grad,), None)[0]
 

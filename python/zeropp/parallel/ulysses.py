@@ -142,7 +142,7 @@ def _matched(rank: int, spans: Spans, shared: Spans, q: Tensor, k: Tensor, v: Te
 
 def group_of(mesh: Any) -> Any:
     """Return the torch.distributed group of a mesh of one dimension, or the group itself."""
-    if isinstance(mesh, dist.DeviceMesh):
+    if isinstance(mesh, dist.device_mesh.DeviceMesh):
         if mesh.ndim != 1:
             raise ConfigError(
                 f'ulysses: a mesh of the dimensions {mesh.mesh_dim_names}; wanted one of them, as mesh["sp"]'
@@ -207,6 +207,7 @@ class Ulysses:
     Attributes:
         group: the ranks that share each sequence, in their order.
         mesh: what the handle was made of.
+        core: the ``_C.Comm`` that the sequences of this model alone go over; None: one rank.
     """
 
     model: nn.Module
@@ -221,7 +222,7 @@ class Ulysses:
         from transformers import AttentionInterface, AttentionMaskInterface
 
         number = next(_numbers)
-        self._core = (
+        self.core = (
             own_communicator(self.group, f"sp {number}, {_named(self.group)}") if self.group.size() > 1 else None
         )
         self._inner: dict[int, str] = {}
@@ -261,9 +262,9 @@ class Ulysses:
         """Put the model back as it was. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
-        if self._core is not None:
-            close(self._core)
-            self._core = None
+        if self.core is not None:
+            close(self.core)
+            self.core = None
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -336,7 +337,7 @@ class Ulysses:
     def _meet(self, tokens: int, counted: int, facts: list[int]) -> tuple[Cut, int]:
         """Compare what the ranks are called with; return how the sequence lies, and how many labels count."""
         said = [tokens, counted, *facts]
-        cut = Cut(self.group, (len(said),) * self.ranks, self._core)
+        cut = Cut(self.group, (len(said),) * self.ranks, self.core)
         rows = gather_tokens(cut, torch.tensor([said])).view(self.ranks, -1).tolist()
         names = ("rows", "position_ids", "attention_mask", "labels", "shift_labels")
         for rank, row in enumerate(rows):
@@ -348,7 +349,7 @@ class Ulysses:
                         f"ulysses: rank {job[rank]} of the job has {name}: {seen}, and rank {job[0]}: {wanted}, of one sequence; wanted "
                         "parts of one batch on the ranks of sp, as handle.shard(batch) and handle.loader(loader) make them"
                     )
-        return Cut(self.group, tuple(row[0] for row in rows), self._core), sum(row[1] for row in rows)
+        return Cut(self.group, tuple(row[0] for row in rows), self.core), sum(row[1] for row in rows)
 
     def _mask(self, **kw: Any) -> Any:
         """In place of transformers' function of the mask: the same, of the whole sequence."""
@@ -436,7 +437,7 @@ def _attention(inner: str, module: Any) -> Callable[..., Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)  # type: ignore[no-any-return, arg-type]
+    return ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)  # type: ignore[no-any-return]
 
 
 def _check_inputs(module: Any, tokens: Tensor, given: dict[str, Any], kwargs: dict[str, Any]) -> None:
@@ -486,7 +487,8 @@ def _reads_tensors(function: Any) -> bool:
 def _packed(positions: Tensor) -> Tensor | None:
     from transformers.masking_utils import find_packed_sequence_indices
 
-    return find_packed_sequence_indices(positions)
+    packed: Tensor | None = find_packed_sequence_indices(positions)
+    return packed
 
 
 def shift(labels: Tensor) -> Tensor:
