@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DynamoBackend, InitProcessGroupKwargs
+from accelerate.utils import DynamoBackend, InitProcessGroupKwargs, recursively_apply
 from torch import nn
 
 import zeropp
@@ -68,6 +68,8 @@ class ZeroppAccelerator(Accelerator):
     """
 
     zeropp_config: zeropp.Config | None = None
+    zeropp_shared: int = 1
+    """How many ranks work on one batch, while a loader is prepared, or while what they have alike is gathered."""
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -96,6 +98,32 @@ class ZeroppAccelerator(Accelerator):
             _begin_group(more.get("kwargs_handlers") or ())
         super().__init__(**more)
         self.zeropp_config = config
+
+    @property
+    def num_processes(self) -> int:
+        return self.state.num_processes // self.zeropp_shared  # type: ignore[no-any-return]
+
+    @property
+    def process_index(self) -> int:
+        return self.state.process_index // self.zeropp_shared  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def sharing(self, ranks: int) -> Iterator[None]:
+        """Inside the block, so many consecutive ranks count as one: loaders give them one batch, and ``gather`` takes it once."""
+        before, self.zeropp_shared = self.zeropp_shared, ranks
+        try:
+            yield
+        finally:
+            self.zeropp_shared = before
+
+    def gather(self, tensor: Any) -> Any:
+        """Do as upstream; of ranks that share a batch the first one's."""
+        found = super().gather(tensor)
+        return found if self.zeropp_shared == 1 else recursively_apply(self._first_of_each, found)
+
+    def _first_of_each(self, gathered: torch.Tensor) -> torch.Tensor:
+        by_rank = gathered.view(self.state.num_processes, -1, *gathered.shape[1:])
+        return by_rank[:: self.zeropp_shared].flatten(0, 1)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Do as upstream; models are partitioned in place, each with the optimizer among ``args`` that holds its parameters."""

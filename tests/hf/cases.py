@@ -142,6 +142,54 @@ def warm_up(folder: Path) -> dict[str, Any]:
     return {"by hand": run(transformers, CutsByHand), "zeropp": through, "again": again}
 
 
+def shared_sequences(folder: Path) -> dict[str, Any]:
+    """Two ranks that share each sequence, in batches twice as large, against two ranks with sequences of their own."""
+    from accelerate import ParallelismConfig
+
+    def correct(found: Any) -> dict[str, float]:
+        logits, labels = found.predictions, found.label_ids
+        assert logits.shape[:2] == labels.shape and labels.shape[1] == 24
+        return {"correct": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).mean())}
+
+    def run(module: Any, size: int, **more: Any) -> list[dict[str, float]]:
+        wanted = arguments(
+            module.TrainingArguments, folder / module.__name__, per_device_train_batch_size=size,
+            per_device_eval_batch_size=size, eval_strategy="steps", eval_steps=3, **more,
+        )  # fmt: skip
+        trainer = module.Trainer(
+            model=llama(), args=wanted, train_dataset=Masked(96, 1), eval_dataset=HELD_OUT, compute_metrics=correct
+        )
+        trainer.train()
+        assert trainer.get_total_train_batch_size(wanted) == 16
+        if module is zeropp.hf:  # 13 rows, in batches of 8 and 5: each counts once
+            alone, few = llama().eval(), Rows(13, 2)
+            alone.load_state_dict(whole(trainer.model))
+            with torch.no_grad():
+                loss = float(alone(input_ids=few.rows, labels=few.rows).loss)
+            assert abs(trainer.evaluate(few)["eval_loss"] - loss) < 1e-5
+            trainer.state.log_history.pop()
+        keys = (*SHOWN, "eval_correct")
+        rows = [{k: float(row[k]) for k in keys if k in row} for row in trainer.state.log_history]
+        return [row for row in rows if "loss" in row or "eval_loss" in row]
+
+    found: dict[str, Any] = {"stock": run(transformers, 4)}
+    for stage in (2, 3):
+        found[f"stage {stage}"] = run(
+            zeropp.hf, 8, zeropp={"stage": stage}, parallelism_config=ParallelismConfig(sp_size=2)
+        )
+    assert "deepspeed" not in sys.modules
+    for name, more in (
+        ("tp", {"parallelism_config": ParallelismConfig(tp_size=2)}),
+        ("three", {"parallelism_config": ParallelismConfig(sp_size=3)}),
+        ("apart", {"parallelism_config": ParallelismConfig(sp_size=2), "average_tokens_across_devices": False}),
+    ):
+        try:
+            run(zeropp.hf, 8, zeropp={"stage": 2}, **more)
+        except zeropp.ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
 def adapters(folder: Path) -> dict[str, Any]:
     """LoRA over frozen weights with activation checkpointing, both kinds; adapter files load without zeropp."""
     import peft
@@ -470,6 +518,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "parity": parity,
     "resume": resume,
     "warm_up": warm_up,
+    "shared_sequences": shared_sequences,
     "adapters": adapters,
     "low_precision": low_precision,
     "sequences": sequences,

@@ -49,6 +49,17 @@ def test_sequence_length_warm_up_equals_batches_cut_by_hand(answer):
         assert found["again"] == found["zeropp"]
 
 
+@pytest.mark.hf_case("shared_sequences")
+def test_ranks_that_share_sequences_train_and_evaluate_as_ranks_that_do_not(answer):
+    for found in answer("shared_sequences"):
+        assert len(found["stock"]) == 8 and "eval_correct" in found["stock"][-1]
+        for stage in ("stage 2", "stage 3"):
+            assert apart(found["stock"], found[stage]) < FP32
+        assert "ParallelismConfig.tp_size: 2" in found["tp"]
+        assert "ParallelismConfig.sp_size: 3, of a job of 2 ranks; wanted a divisor" in found["three"]
+        assert "average_tokens_across_devices: False" in found["apart"]
+
+
 @pytest.mark.hf_case("adapters")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_lora_over_partitioned_weights_with_checkpointing(reentrant, answer):

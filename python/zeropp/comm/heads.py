@@ -142,9 +142,9 @@ def named_in_job(group: Any) -> Iterator[None]:
 
 
 def gather_tokens(cut: Cut, tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that is cut over tokens, (batch, own tokens) -> (batch, all tokens). Collective."""
+    """Return the whole of a tensor that is cut over tokens, (batch, own tokens, ...) -> (batch, all tokens, ...). Collective."""
     part = tensor.detach().to("cpu").contiguous()
-    parts = [part.new_empty(part.shape[0], length) for length in cut.lengths]
+    parts = [part.new_empty(part.shape[0], length, *part.shape[2:]) for length in cut.lengths]
     core = communicator(cut.group) if cut.core is None else cut.core
     mine = (part.data_ptr(), part.numel() * part.element_size())
     with named_in_job(cut.group):

@@ -18,6 +18,7 @@ from zeropp import checkpoint as checkpoints
 from zeropp import zero
 from zeropp.accelerate import ZeroppAccelerator, plain_optimizer
 from zeropp.errors import CheckpointError, ConfigError
+from zeropp.hf import sequences
 from zeropp.hf.report import MemoryTable, Metrics
 
 FOLDER = "zeropp"  # in each checkpoint-N: shards, optimizer state
@@ -25,6 +26,9 @@ FOLDER = "zeropp"  # in each checkpoint-N: shards, optimizer state
 
 class ZeroppTrainer:
     """Stands before a Trainer class; :func:`TrainerFor` puts it there. Without ``args.zeropp`` every method is upstream's."""
+
+    _zeropp_sp = 1  # how many ranks share a sequence
+    _zeropp_handle: Any = None
 
     @property
     def _zeropp(self: Any) -> bool:
@@ -43,6 +47,8 @@ class ZeroppTrainer:
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
         if self._zeropp and self.args.zeropp_config.dtype_name is not None:
             found["mixed_precision"] = "no"  # parameters compute in their own dtype; no autocast on top
+        if self._zeropp and found.get("parallelism_config") is not None:
+            self._zeropp_sp = sequences.ranks_of(found.pop("parallelism_config"), self.args)
         return found
 
     def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -69,12 +75,31 @@ class ZeroppTrainer:
 
         if self._zeropp and (length := length_of(self.model)) is not None:
             epoch_iterator = map(functools.partial(cut_to, length=length), epoch_iterator)
+        if self._zeropp_sp > 1:
+            epoch_iterator = map(functools.partial(sequences.part_of, self), epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+
+    def get_total_train_batch_size(self: Any, args: Any) -> int:
+        """Return the sequences of a step: ranks that share one count once."""
+        return super().get_total_train_batch_size(args) // self._zeropp_sp  # type: ignore[misc, no-any-return]
+
+    def _get_dataloader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give ranks that share a sequence the same batches."""
+        with sequences.sharing(self):
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a part of each sequence; the loss, the logits and the labels are then those of the whole one, on each rank."""
+        plain = super().prediction_step  # type: ignore[misc]
+        if self._zeropp_sp == 1:
+            return plain(model, inputs, *args, **kwargs)
+        return sequences.predict(self, inputs, functools.partial(plain, model), *args, **kwargs)
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluation and prediction, of the newest weights: a delayed update ends first."""
         self._zeropp_flush()
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        with sequences.sharing(self):
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Publish the last step's weights before ``train`` returns."""
