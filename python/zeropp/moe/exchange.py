@@ -56,7 +56,10 @@ class Exchange:
         return int(self.core.add_layer(name))
 
     def empty(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return memory (rows, width) for what experts make, which the peers of :func:`combine` read without a copy."""
+        """Return memory (rows, width) for what experts make, which the peers of :func:`combine` read without a copy.
+
+        It is memory that was used before where there is some, so touching it costs no page faults.
+        """
         if self.ranks == 1:
             return torch.empty(rows, width, dtype=dtype)
         return arena_tensor(self.comm, (rows, width), dtype)
@@ -200,9 +203,10 @@ def _run_combine(
     rows: Tensor, weights: Tensor, anchor: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, weighted: bool,
     exchange: int,
 ) -> Tensor:  # fmt: skip
-    y = rows.new_empty(slots.shape[0], rows.shape[1])
+    one = _exchanges[exchange]
+    y = one.empty(slots.shape[0], rows.shape[1], rows.dtype)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, rows, weights))
-    _exchanges[exchange].core.combine(*addresses, weighted, y.data_ptr())
+    one.core.combine(*addresses, weighted, y.data_ptr())
     return y
 
 
@@ -210,18 +214,20 @@ def _run_combine_backward(
     grad: Tensor, rows: Tensor, weights: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, weighted: bool,
     of_weights: bool, exchange: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    grad_rows = grad.new_empty(taken.shape[0], grad.shape[1])
+    one = _exchanges[exchange]
+    grad_rows = one.empty(taken.shape[0], grad.shape[1], grad.dtype)
     grad_weights = weights.new_empty(slots.shape if of_weights else _EMPTY)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, weights))
     outputs = (part.data_ptr() for part in (rows, grad_rows, grad_weights))
-    _exchanges[exchange].core.combine_backward(*addresses, weighted, of_weights, *outputs)
+    one.core.combine_backward(*addresses, weighted, of_weights, *outputs)
     return grad_rows, grad_weights
 
 
 def _run_dispatch_backward(grad: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, exchange: int) -> Tensor:
-    grad_x = grad.new_empty(slots.shape[0], grad.shape[1])
+    one = _exchanges[exchange]
+    grad_x = one.empty(slots.shape[0], grad.shape[1], grad.dtype)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, grad_x))
-    _exchanges[exchange].core.dispatch_backward(*addresses)
+    one.core.dispatch_backward(*addresses)
     return grad_x
 
 
