@@ -162,5 +162,8 @@ def measure(args: dict[str, Any]) -> dict[str, Any]:
 
     samples = alternate({name: contender(call) for name, call in calls.items()}, rounds=int(args["rounds"]), warmup=2)
     dist.destroy_process_group()
-    split = {what: {name: [pair[at] for pair in of] for name, of in samples.items()} for at, what in enumerate(("cpu", "wall"))}
+    split = {
+        what: {name: [pair[at] for pair in of] for name, of in samples.items()}
+        for at, what in enumerate(("cpu", "wall"))
+    }
     return {"wrong": "; ".join(filter(None, wrong)), **split}
