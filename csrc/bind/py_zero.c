@@ -274,8 +274,8 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
     double params_fraction;
     if (!PyArg_ParseTuple(args, "iOOnniiO!dOzip", &zero->stage, &comm, &job, &prefetch_bytes, &bucket_bytes,
-                          &zero->accumulate, &threads, &PyDict_Type, &functions, &params_fraction, &copy, &device, &device_index,
-                          &shards_on_device))
+                          &zero->accumulate, &threads, &PyDict_Type, &functions, &params_fraction, &copy, &device,
+                          &device_index, &shards_on_device))
         return -1;
     zero->sync = true;
     zero->graded_task = -1;
@@ -366,14 +366,14 @@ static int sizes_of(PyObject *list, size_t **out) {
     return 0;
 }
 
-/* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype) -> index */
+/* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0) -> index */
 static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
     int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!ppiii", &spec.name, &dtype, &PyList_Type, &sizes, &trainable, &frozen_reserved,
-                          &place, &grad_dtype, &wire_dtype))
+    if (!PyArg_ParseTuple(args, "siO!ppiii|i", &spec.name, &dtype, &PyList_Type, &sizes, &trainable,
+                          &frozen_reserved, &place, &grad_dtype, &wire_dtype, &spec.group))
         return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
@@ -393,6 +393,24 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     zero->moves |= moves;
     zero->moves_frozen |= moves && !trainable;
     return PyLong_FromLong(index);
+}
+
+/* add_group(name, [part of each data rank], divisor; 0: the number of data ranks) -> index */
+static PyObject *zero_add_group(PyObject *self, PyObject *args) {
+    const Zero *zero = (const Zero *)self;
+    struct zpp_group_spec spec = {0};
+    struct zpp_err err = ZPP_ERR_INIT;
+    int part_of[ZPP_RANKS_MAX], index = -1;
+    PyObject *parts;
+    if (!PyArg_ParseTuple(args, "sO!d", &spec.name, &PyList_Type, &parts, &spec.divisor)) return NULL;
+    if (PyList_Size(parts) != zero->ranks)
+        return PyErr_Format(PyExc_ValueError, "zero: parts of %zd ranks for group \"%s\" of %d data ranks",
+                            PyList_Size(parts), spec.name, zero->ranks);
+    for (int rank = 0; rank < zero->ranks; rank++) part_of[rank] = (int)PyLong_AsLong(PyList_GetItem(parts, rank));
+    if (PyErr_Occurred()) return NULL;
+    spec.part_of = part_of;
+    const zpp_status status = zpp_zero_add_group(zero->core, &spec, &index, &err);
+    return status == ZPP_OK ? PyLong_FromLong(index) : zpp_py_raise(&err);
 }
 
 /* set_wire(params_bits, grads_bits, block_elems): 0 bits = exact. */
@@ -534,7 +552,9 @@ static PyMemberDef zero_members[] = {
 
 static PyMethodDef zero_methods[] = {
     {"add_unit", zero_add_unit, METH_VARARGS,
-     "add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype) -> index"},
+     "add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0) -> index"},
+    {"add_group", zero_add_group, METH_VARARGS,
+     "add_group(name, part of each data rank, divisor) -> index: before units are added."},
     {"set_wire", zero_set_wire, METH_VARARGS,
      "set_wire(params_bits, grads_bits, block_elems): before units are added."},
     {"set_secondary", zero_set_secondary, METH_O,

@@ -107,6 +107,10 @@ static zpp_status exchange_job(zpp_zero *zero, uint64_t kind, const void *mine, 
     return status == ZPP_OK ? zpp_all_gather(zero->options.job, all, mine, bytes, wait, err) : status;
 }
 
+int zpp_zero_job_ranks(const zpp_zero *zero) {
+    return zpp_zero_has_job(zero) ? zpp_comm_ranks(zero->options.job) : zero->ranks;
+}
+
 /* --- the step ----------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,

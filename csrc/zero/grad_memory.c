@@ -15,8 +15,9 @@ void zpp_grad_zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_
     const struct zpp_unit one = { .params = 1, .param_elems = &unit->param_elems[param],
                                   .offset_elems = &unit->offset_elems[param], .shard_elems = unit->shard_elems };
     struct zpp_piece pieces[1];
-    if (!zpp_unit_pieces(&one, zero->rank, pieces)) return;
-    const size_t at = pieces[0].offset_elems - (size_t)zero->rank * unit->shard_elems;
+    (void)zero;
+    if (!zpp_unit_pieces(&one, unit->group->rank, pieces)) return;
+    const size_t at = pieces[0].offset_elems - (size_t)unit->group->rank * unit->shard_elems;
     memset(grad->shard + at * grad->elem_bytes, 0, pieces[0].elems * grad->elem_bytes);
 }
 
@@ -60,7 +61,8 @@ void zpp_grad_memory_count(const zpp_zero *zero, struct zpp_zero_memory *out) {
 static zpp_status add_in_bucket(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     (void)err;
     unsigned char *bucket = zpp_grads_of_rank(zero, zero->rank) + grad->mapping_offset_bytes;
-    grad->shard = bucket + (zero->options.stage == 0 ? 0 : (size_t)zero->rank * zpp_grad_shard_bytes(grad));
+    const size_t shard = zero->options.stage == 0 ? 0 : (size_t)grad->unit->group->rank;
+    grad->shard = bucket + shard * zpp_grad_shard_bytes(grad);
     return ZPP_OK;
 }
 

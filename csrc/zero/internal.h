@@ -94,7 +94,10 @@ struct zpp_grad_blocks {
 /* --- the coordinator ---------------------------------------------------------------------------------------------- */
 struct zpp_zero {
     struct zpp_zero_options options;
-    int rank, ranks;
+    int rank, ranks; /* of the data ranks */
+    struct zpp_group **groups; /* the first one: all data ranks */
+    int groups_count;
+    size_t groups_capacity;
     bool sealed;
 
     struct zpp_unit **units;
@@ -185,6 +188,11 @@ static inline unsigned char *zpp_grads_of_rank(const zpp_zero *zero, int rank) {
     return zero->grads ? zpp_region_base(zero->grads, rank) : zero->grads_alone;
 }
 
+/* Shard `shard` of a unit in the region of the parameters: it is that member's of the unit's group. */
+static inline unsigned char *zpp_params_of_member(const zpp_zero *zero, const struct zpp_unit *unit, int shard) {
+    return zpp_params_of_rank(zero, unit->group->members[shard]) + unit->region_offset_bytes;
+}
+
 /* One rank whose shards are where it computes: gradients are not reduced. */
 static inline bool zpp_zero_keeps_local_grads(const zpp_zero *zero) {
     return zero->ranks == 1 && zpp_zero_shards_device(zero) == zero->options.device;
@@ -204,10 +212,10 @@ static inline bool zpp_reduce_accumulates(const zpp_zero *zero, const struct zpp
     return grad->has && (zero->options.stage >= 2 || (zero->options.stage == 1 && grad->empty));
 }
 
-/* Return the factor of a sum over `ranks` of the unit's gradients. */
-static inline double zpp_grad_factor(const zpp_zero *zero, const struct zpp_unit *unit, int ranks) {
-    if (unit->grad_dtype == ZPP_F64) return zero->grad_scale / ranks;
-    return (double)((float)zero->grad_scale / (float)ranks);
+/* Return the factor of a sum of the unit's gradients, divided by `divisor`. */
+static inline double zpp_grad_factor(const zpp_zero *zero, const struct zpp_unit *unit, double divisor) {
+    if (unit->grad_dtype == ZPP_F64) return zero->grad_scale / divisor;
+    return (double)((float)zero->grad_scale / (float)divisor);
 }
 
 /* --- parts of seal and destroy ------------------------------------------------------------------------------------ */

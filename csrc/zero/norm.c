@@ -77,6 +77,8 @@ static zpp_status measure(const struct zpp_stepper *stepper, int unit, int rank,
     struct zpp_step_shard shard;
     *out = (struct zpp_shard_norm){0.0, -1, 0};
     if (!stepper->units[unit].unit->trainable || !zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
+    /* With several groups every rank measures its own shards alone. */
+    if (stepper->zero->groups_count > 1) rank = stepper->units[unit].unit->group->rank;
     zpp_status status = zpp_zero_grad_open(stepper->zero, unit, err);
     if (status == ZPP_OK) status = norm_of_shard(stepper, &shard, rank, out, err);
     return status == ZPP_OK ? zpp_zero_grad_close(stepper->zero, unit, err) : status;
@@ -200,7 +202,8 @@ static zpp_status measure_ranks(const struct zpp_stepper *stepper, int first_ran
 zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_norm *norms, const struct zpp_wait *wait,
                            struct zpp_err *err) {
     const size_t units = (size_t)stepper->units_count;
-    if (zpp_zero_grads_are_local(stepper->zero)) /* the same on every rank, so each rank measures all shards */
+    /* Local gradients of one group are the same on every rank, so each rank measures all shards. */
+    if (zpp_zero_grads_are_local(stepper->zero) && stepper->zero->groups_count == 1)
         return measure_ranks(stepper, 0, zpp_zero_ranks(stepper->zero), norms, wait, err);
     if (!units) return ZPP_OK;
     struct zpp_shard_norm *own = calloc(units, sizeof *own);

@@ -106,7 +106,7 @@ static uint64_t add_piece(const struct zpp_unit *unit, const struct zpp_sources 
 /* Quantised copies are opened one by one where their sum is not finite; without memory for that no rank is named. */
 static uint64_t add_qcopies(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
     const size_t elems = unit->shard_elems;
-    const struct piece shard = { .begin = (size_t)zero->rank * elems, .elems = elems };
+    const struct piece shard = { .begin = (size_t)unit->group->rank * elems, .elems = elems };
     uint64_t found = 0;
     zpp_wire_add(zero, sources->data, sources->count, (float)sources->factor, to, unit->grad_dtype, sources->accumulate,
                  elems);
@@ -131,7 +131,8 @@ static bool replaces_gaps(const struct zpp_unit *unit, const struct zpp_sources 
 uint64_t zpp_origin_add(zpp_zero *zero, const struct zpp_unit *unit, const struct zpp_sources *sources, void *to) {
     if (zpp_wire_quantises_grads(zero)) return add_qcopies(zero, unit, sources, to);
     const size_t to_bytes = zpp_dtype_bytes(unit->grad_dtype), from_bytes = zpp_dtype_bytes(unit->wire_dtype);
-    const struct piece shard = { .begin = (size_t)zero->rank * unit->shard_elems, .elems = unit->shard_elems };
+    const struct piece shard = { .begin = (size_t)unit->group->rank * unit->shard_elems,
+                                 .elems = unit->shard_elems };
     const bool look_first = replaces_gaps(unit, sources, &shard, to);
     uint64_t found = 0;
     for (size_t at = 0; at < shard.elems; at += PIECE_ELEMS) {

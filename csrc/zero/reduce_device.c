@@ -206,7 +206,7 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
                              .src = sources,
                              .sources = count,
                              .elems = unit->shard_elems,
-                             .scale = (float)zpp_grad_factor(zero, unit, zero->ranks),
+                             .scale = (float)zpp_grad_factor(zero, unit, unit->group->divisor),
                              .dtype = unit->grad_dtype,
                              .dst_dtype = unit->grad_dtype,
                              .accumulate = zpp_reduce_accumulates(zero, grad),

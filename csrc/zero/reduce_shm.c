@@ -32,30 +32,33 @@ struct zpp_desc zpp_reduce_desc(const struct zpp_unit_grad *grad, uint64_t kind)
 zpp_status zpp_reduce_read_peers(zpp_zero *zero, struct zpp_unit_grad *grad, zpp_desc_ring *ring, uint64_t kind,
                                  uint64_t seq, const struct zpp_wait *wait, struct zpp_err *err) {
     const struct zpp_desc expect = zpp_reduce_desc(grad, kind);
+    const struct zpp_group *group = grad->unit->group;
+    (void)zero;
     if (!ring) grad->peer_offsets[0] = expect.offset_bytes; /* one rank */
-    for (int rank = 0; ring && rank < zero->ranks; rank++) {
+    for (int at = 0; ring && at < group->ranks; at++) {
         struct zpp_desc desc;
-        const zpp_status status = zpp_desc_ring_read(ring, rank, seq, &expect, wait, &desc, err);
+        const zpp_status status = zpp_desc_ring_read(ring, group->members[at], seq, &expect, wait, &desc, err);
         if (status != ZPP_OK) return status;
-        grad->peer_offsets[rank] = desc.offset_bytes;
+        grad->peer_offsets[at] = desc.offset_bytes;
     }
     return ZPP_OK;
 }
 
-/* Note which parameters have a gradient on any rank. Return the number of sources, and fill `sources` for shard
- * `rank`, and `from`, whose they are. */
-static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, int shard, const void **sources, int *from) {
+/* Note which parameters have a gradient on any member of the unit's group. Return the number of sources, and fill
+ * `sources` for this rank's shard, and `from`, whose they are. */
+static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, const void **sources, int *from) {
     const struct zpp_unit *unit = grad->unit;
+    const struct zpp_group *group = unit->group;
     int count = 0;
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        if (grad->peer_offsets[rank] == ZPP_NO_BUCKET) continue;
-        const unsigned char *bucket = zpp_grads_of_rank(zero, rank) + grad->peer_offsets[rank];
+    for (int at = 0; at < group->ranks; at++) {
+        if (grad->peer_offsets[at] == ZPP_NO_BUCKET) continue;
+        const unsigned char *bucket = zpp_grads_of_rank(zero, group->members[at]) + grad->peer_offsets[at];
         const uint8_t *touched = bucket + zpp_grad_whole_bytes(grad);
         for (size_t i = 0; i < unit->params; i++) grad->present[i] |= touched[i];
-        from[count] = rank;
-        sources[count++] = bucket + (size_t)shard * zpp_grad_shard_bytes(grad);
+        from[count] = group->members[at];
+        sources[count++] = bucket + (size_t)group->rank * zpp_grad_shard_bytes(grad);
         /* Where the bucket keeps the result, the result would overwrite what is still to be read of it. */
-        if (rank == zero->rank && zpp_keeps_buckets(zero) && zpp_wire_narrows(unit))
+        if (at == group->rank && zpp_keeps_buckets(zero) && zpp_wire_narrows(unit))
             sources[count - 1] = zpp_wire_aside(zero, unit, sources[count - 1]);
     }
     return count;
@@ -66,9 +69,9 @@ void zpp_reduce_count_traffic(const zpp_zero *zero, const struct zpp_unit_grad *
     const size_t source_bytes =
         zpp_wire_quantises_grads(zero) ? zpp_wire_qcopy_bytes(zero, unit) : zpp_wire_shard_bytes(unit);
     int read = 0;
-    if (zero->ranks == 1) return;
-    for (int rank = 0; rank < zero->ranks; rank++)
-        read += rank != zero->rank && grad->peer_offsets[rank] != ZPP_NO_BUCKET;
+    if (unit->group->ranks == 1) return;
+    for (int at = 0; at < unit->group->ranks; at++)
+        read += at != unit->group->rank && grad->peer_offsets[at] != ZPP_NO_BUCKET;
     zpp_comm_count(zero->options.comm, zero->options.stage == 0 ? ZPP_TRAFFIC_ALL_REDUCE : ZPP_TRAFFIC_REDUCE_SCATTER,
                    (uint64_t)read * source_bytes);
 }
@@ -77,13 +80,13 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     const struct zpp_unit *unit = grad->unit;
     const void *sources[ZPP_RANKS_MAX];
     int from[ZPP_RANKS_MAX];
-    const int count = collect_sources(zero, grad, zero->rank, sources, from);
+    const int count = collect_sources(zero, grad, sources, from);
     if (count == 0) return ZPP_OK;
     const zpp_status status = zero->store->acquire ? zero->store->acquire(zero, grad, err) : ZPP_OK;
     if (status != ZPP_OK) return status;
     unsigned char *to = grad->shard;
-    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_shard_bytes(grad);
-    const struct zpp_sources all = { sources, from, count, zpp_grad_factor(zero, unit, zero->ranks),
+    if (zero->options.stage == 0) to += (size_t)unit->group->rank * zpp_grad_shard_bytes(grad);
+    const struct zpp_sources all = { sources, from, count, zpp_grad_factor(zero, unit, unit->group->divisor),
                                      zpp_reduce_accumulates(zero, grad) };
     zpp_origin_note(zero, grad, zpp_origin_add(zero, unit, &all, to));
     zpp_bucket_add_carry(grad, to);
@@ -95,12 +98,13 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
 /* Stage 0: rank r has finished shard r, so no rank reads shard r of this bucket any more, and it may be overwritten. */
 static void copy_shards(zpp_zero *zero, struct zpp_unit_grad *grad) {
     const size_t bytes = zpp_grad_shard_bytes(grad);
+    const struct zpp_group *group = grad->unit->group;
     uint64_t copied_bytes = 0;
-    for (int rank = 0; rank < zero->ranks && grad->has; rank++) {
-        if (rank == zero->rank) continue;
-        const unsigned char *made = (const unsigned char *)zpp_region_base(zero->grads,
-                                                                           rank) + grad->mapping_offset_bytes;
-        memcpy(grad->shard + (size_t)rank * bytes, made + (size_t)rank * bytes, bytes);
+    for (int at = 0; at < group->ranks && grad->has; at++) {
+        if (at == group->rank) continue;
+        const unsigned char *made =
+            (const unsigned char *)zpp_region_base(zero->grads, group->members[at]) + grad->mapping_offset_bytes;
+        memcpy(grad->shard + (size_t)at * bytes, made + (size_t)at * bytes, bytes);
         copied_bytes += bytes;
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_REDUCE, copied_bytes);
@@ -157,7 +161,7 @@ static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
         zpp_reduce_read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
     if (status != ZPP_OK) return status;
     copy_shards(zero, grad);
-    for (int rank = 0; rank < zero->ranks; rank++) grad->origins |= grad->peer_offsets[rank];
+    for (int at = 0; at < grad->unit->group->ranks; at++) grad->origins |= grad->peer_offsets[at];
     zpp_desc_ring_ack(zero->copy_ring, grad->copy_seq);
     return ZPP_OK;
 }

@@ -49,7 +49,7 @@ bool zpp_zero_grads_are_local(const zpp_zero *zero) {
 bool zpp_step_shard_of(const struct zpp_stepper *stepper, int unit, bool delayed, struct zpp_step_shard *out) {
     const struct zpp_step_unit *owner = &stepper->units[unit];
     const zpp_zero *zero = stepper->zero;
-    *out = (struct zpp_step_shard){ .owner = owner, .shape = *owner->unit, .rank = zero->rank };
+    *out = (struct zpp_step_shard){ .owner = owner, .shape = *owner->unit, .rank = owner->unit->group->rank };
     if (zpp_zero_grads_are_local(zero)) {
         out->shape.shard_elems = out->shape.elems;
         out->rank = 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A unit: parameters of one dtype that are gathered, reduced and stepped together. They lie one after the other in one
- * flat buffer; rank r owns the r-th of N equal shards of it (bandwidth-centric partitioning, ZeRO-Infinity 6.1):
+ * flat buffer; rank r of its group's N owns the r-th of N equal shards of it (bandwidth-centric partitioning,
+ * ZeRO-Infinity 6.1; group.h says which ranks):
  *
  *   | p0 .. | p1 ...... | p2 . | padding |          elems = N * shard_elems
  *   |  shard of 0   |   shard of 1       |          a shard may cut a parameter anywhere
@@ -51,6 +52,7 @@
 #include "../base/status.h"
 
 struct zpp_zero;
+struct zpp_group;
 struct zpp_unit_grad;
 
 /* Where a unit's parameters are to live; zero.c chooses the placement from it (placement.h). */
@@ -82,6 +84,7 @@ struct zpp_unit {
     bool frozen_reserved; /* gets none yet, and has addresses for them */
     enum zpp_place place;
     const struct zpp_placement *placement;
+    const struct zpp_group *group; /* the ranks that partition it; borrowed from the coordinator */
     size_t params;
     size_t *param_elems;  /* [params] */
     size_t *offset_elems; /* [params] in the flat buffer */

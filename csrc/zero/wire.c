@@ -146,13 +146,14 @@ void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit) {
 
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory) {
     const struct zpp_quant_spec *spec = &zero->wire.params;
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        const struct zpp_quant_source source = source_at(spec, qcopy_of(zero, unit, rank), unit->shard_elems, 0);
-        zpp_dequantise(spec, &source, memory + (size_t)rank * zpp_unit_shard_bytes(unit), unit->dtype,
+    for (int at = 0; at < unit->group->ranks; at++) {
+        const unsigned char *qcopy = qcopy_of(zero, unit, unit->group->members[at]);
+        const struct zpp_quant_source source = source_at(spec, qcopy, unit->shard_elems, 0);
+        zpp_dequantise(spec, &source, memory + (size_t)at * zpp_unit_shard_bytes(unit), unit->dtype,
                        unit->shard_elems, false, NULL);
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
-                   qcopy_bytes(spec, unit->shard_elems) * (size_t)(zero->ranks - 1));
+                   qcopy_bytes(spec, unit->shard_elems) * (size_t)(unit->group->ranks - 1));
 }
 
 /* --- gradients ---------------------------------------------------------------------------------------------------- */
@@ -173,7 +174,7 @@ void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
 void zpp_wire_quantise_bucket(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket) {
     const struct zpp_quant_spec *spec = &zero->wire.grads;
     zpp_wire_clear_gaps(unit, bucket);
-    for (int rank = 0; rank < zero->ranks; rank++) {
+    for (int rank = 0; rank < unit->group->ranks; rank++) {
         unsigned char *shard = bucket + (size_t)rank * zpp_grad_shard_bytes(unit->grad);
         quantise(spec, shard, unit->grad_dtype, unit->shard_elems, zero->wire.scratch);
         memcpy(shard, zero->wire.scratch, qcopy_bytes(spec, unit->shard_elems)); /* always shorter than the shard */
@@ -181,9 +182,10 @@ void zpp_wire_quantise_bucket(zpp_zero *zero, const struct zpp_unit *unit, unsig
 }
 
 void zpp_wire_narrow(const zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket) {
+    (void)zero;
     unsigned char tile[2 * TILE_ELEMS];
     const size_t wide = zpp_dtype_bytes(unit->grad_dtype), narrow = zpp_dtype_bytes(unit->wire_dtype);
-    for (int rank = 0; rank < zero->ranks; rank++) {
+    for (int rank = 0; rank < unit->group->ranks; rank++) {
         unsigned char *shard = bucket + (size_t)rank * zpp_grad_shard_bytes(unit->grad);
         for (size_t first = 0; first < unit->shard_elems; first += TILE_ELEMS) {
             const size_t left = unit->shard_elems - first, elems = left < TILE_ELEMS ? left : TILE_ELEMS;

@@ -77,6 +77,23 @@ static void choose_tables(zpp_zero *zero) {
     zero->path = &zpp_grad_path_device;
 }
 
+/* Group 0. */
+static zpp_status add_all_ranks(zpp_zero *zero, struct zpp_err *err) {
+    zero->groups = zpp_array_reserve(NULL, 0, &zero->groups_capacity, sizeof(struct zpp_group *));
+    struct zpp_group *all = zero->groups ? calloc(1, sizeof *all) : NULL;
+    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for a group of %d ranks", zero->ranks);
+    zpp_group_init_all(all, zero->rank, zero->ranks);
+    zero->groups[zero->groups_count++] = all;
+    return ZPP_OK;
+}
+
+static zpp_status create_unit_file(zpp_zero *zero, struct zpp_err *err) {
+    const struct zpp_zero_options *options = &zero->options;
+    zpp_comm *sharers = zpp_internode(options->comm) ? options->copy : options->comm;
+    if (options->params_fraction <= 0.0) return ZPP_OK;
+    return zpp_unit_file_create(sharers, options->params_fraction, &zero->unit_file, err);
+}
+
 zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **out, struct zpp_err *err) {
     if (options->stage < 0 || options->stage > 3)
         return zpp_fail(err, ZPP_INVALID, "zero: stage is %d, not 0, 1, 2 or 3", options->stage);
@@ -89,11 +106,10 @@ zpp_status zpp_zero_create(const struct zpp_zero_options *options, zpp_zero **ou
     zero->ranks = options->comm ? zpp_comm_ranks(options->comm) : 1;
     zero->grad_scale = 1.0;
     choose_tables(zero);
+    status = add_all_ranks(zero, err);
     pthread_mutex_init(&zero->grad_pool_lock, NULL); /* with default attributes it cannot fail */
     pthread_mutex_init(&zero->grad_file.lock, NULL);
-    zpp_comm *sharers = zpp_internode(options->comm) ? options->copy : options->comm;
-    if (options->params_fraction > 0.0)
-        status = zpp_unit_file_create(sharers, options->params_fraction, &zero->unit_file, err);
+    if (status == ZPP_OK) status = create_unit_file(zero, err);
     zero->placement = placement_of(zero, zero->unit_file ? ZPP_PLACE_FILE : ZPP_PLACE_SHARD);
     if (status == ZPP_OK) status = create_streams(zero, err);
     if (status != ZPP_OK) {
@@ -165,6 +181,8 @@ void zpp_zero_destroy(zpp_zero *zero) {
     if (zero->grad_file.unit_file) zpp_unit_file_close(zero->grad_file.unit_file);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     free(zero->units);
+    for (int i = 0; i < zero->groups_count; i++) free(zero->groups[i]);
+    free(zero->groups);
     free(zero->order);
     free(zero->moving);
     zpp_trace_fini(&zero->trace);
@@ -199,6 +217,7 @@ static zpp_status copy_spec(const zpp_zero *zero, struct zpp_unit *unit, const s
     unit->frozen_reserved = spec->frozen_reserved && !spec->trainable;
     unit->place = spec->place;
     unit->placement = placement_of(zero, spec->place);
+    unit->group = zero->groups[spec->group];
     unit->params = spec->params;
     const size_t capacity = spec->params ? spec->params : 1;
     unit->param_elems = calloc(capacity, sizeof *unit->param_elems);
@@ -206,8 +225,8 @@ static zpp_status copy_spec(const zpp_zero *zero, struct zpp_unit *unit, const s
     if (!unit->param_elems || !unit->offset_elems)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the %zu parameters of unit %s", spec->params, spec->name);
     memcpy(unit->param_elems, spec->param_elems, spec->params * sizeof *unit->param_elems);
-    zpp_unit_layout(unit->params, unit->param_elems, unit->elem_bytes, zero->ranks, unit->offset_elems, &unit->elems,
-                    &unit->shard_elems);
+    zpp_unit_layout(unit->params, unit->param_elems, unit->elem_bytes, unit->group->ranks, unit->offset_elems,
+                    &unit->elems, &unit->shard_elems);
     return ZPP_OK;
 }
 
@@ -246,6 +265,9 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_unit_spec *s
     if (zero->sealed) return zpp_fail(err, ZPP_STATE, "zero: unit %s comes after seal", spec->name);
     if (!zpp_dtype_bytes(spec->dtype))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s has dtype %d, which is none", spec->name, (int)spec->dtype);
+    if (spec->group < 0 || spec->group >= zero->groups_count)
+        return zpp_fail(err, ZPP_INVALID, "zero: unit %s is of group %d, wanted 0 to %d", spec->name, spec->group,
+                        zero->groups_count - 1);
     const zpp_status status = check_gradients(zero, spec, err);
     return status == ZPP_OK ? check_place(zero, spec, err) : status;
 }
@@ -391,10 +413,6 @@ int zpp_zero_rank(const zpp_zero *zero) {
 
 int zpp_zero_ranks(const zpp_zero *zero) {
     return zero->ranks;
-}
-
-int zpp_zero_job_ranks(const zpp_zero *zero) {
-    return zpp_zero_has_job(zero) ? zpp_comm_ranks(zero->options.job) : zero->ranks;
 }
 
 bool zpp_zero_shards_on_device(const zpp_zero *zero) {

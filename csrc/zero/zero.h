@@ -6,7 +6,7 @@
  *
  * The order of calls. A unit's states, and which call moves them, are drawn in unit.h.
  *
- *   set-up     create .. set_wire, set_grads_fraction, set_weight_quant, delay_steps .. add_unit (each) ..
+ *   set-up     create .. set_wire, set_grads_fraction, set_weight_quant, delay_steps .. add_group .. add_unit (each) ..
  *              set_secondary, quantise_param, pool_grads .. seal
  *   forward    need(u) .. compute .. release(u)                  for each unit in use
  *   backward   backward_begin
@@ -38,6 +38,7 @@
 #define ZPP_ZERO_ZERO_H
 
 #include "../comm/comm.h"
+#include "group.h"
 #include "offload/unit_file.h"
 #include "unit.h"
 
@@ -83,6 +84,7 @@ struct zpp_unit_spec {
     zpp_dtype grad_dtype;     /* that gradients come in, add in and stay in: `dtype`, or ZPP_F32 */
     zpp_dtype wire_dtype;     /* that peers read them in: grad_dtype; of ZPP_F32 also ZPP_BF16 or ZPP_F16 */
     bool frozen_reserved; /* not trainable now, but it may be unfrozen: has addresses for gradients, and no memory */
+    int group;            /* of zpp_zero_add_group; 0: all data ranks hold it */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */

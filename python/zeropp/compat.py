@@ -90,6 +90,7 @@ TRAINED_DTYPE = "dtype of a trained parameter"
 UNFREEZING = "unfreezing a parameter"
 FROZEN_MODEL = "a model frozen and without an optimizer in prepare"
 JOB = "a model on some ranks of a job"
+SPREAD = "modules whose parameters differ between ranks"
 ANOTHER = "another optimizer for a prepared model"
 
 _BEFORE = "leave the parameter trainable until prepare, and freeze it after"
@@ -167,6 +168,12 @@ def _of_steps() -> Iterator[Row]:
 
 
 def _of_jobs() -> Iterator[Row]:
+    yield Row(SPREAD, MORE_THAN_ONE, OPTIMIZER, kinds(*TALKING),
+              "its step adds over all data ranks, which hold different parameters there", "use an element-wise optimizer such as AdamW")
+    yield Row(SPREAD, MORE_THAN_ONE, "hosts", MORE_THAN_ONE,
+              "ranks read the memory of the others that hold the same parameters", "use one host")
+    yield Row(SPREAD, MORE_THAN_ONE, "Config.offload.params.kind", these("nvme"),
+              "the ranks of a host share one file of parameters", "leave it on 'device'")
     yield Row(JOB, MORE_THAN_ONE, OPTIMIZER, kinds(*ONE_BIT),
               "its own sums are over the ranks that have the model, and the norm is of all", "use AdamW")
     yield Row(JOB, MORE_THAN_ONE, "Config.comm.secondary_shard", other_than(0),

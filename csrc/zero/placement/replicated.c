@@ -18,19 +18,17 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
     unsigned char *base = zero->params ? zpp_region_base(zero->params, zero->rank) : zero->alone;
     unit->whole = base + unit->region_offset_bytes;
-    unit->shard = zpp_unit_shard_of_whole(unit, zero->rank);
+    unit->shard = zpp_unit_shard_of_whole(unit, unit->group->rank);
 }
 
 static zpp_status collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
     if (zpp_internode(zero->options.comm)) return zpp_internode_gather_now(zero, unit, wait, err);
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        if (rank == zero->rank) continue;
-        const unsigned char *written =
-            (const unsigned char *)zpp_region_base(zero->params, rank) + unit->region_offset_bytes;
-        memcpy(zpp_unit_shard_of_whole(unit, rank), written + (size_t)rank * bytes, bytes);
-    }
-    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    const struct zpp_group *group = unit->group;
+    for (int at = 0; at < group->ranks; at++)
+        if (at != group->rank)
+            memcpy(zpp_unit_shard_of_whole(unit, at), zpp_params_of_member(zero, unit, at) + (size_t)at * bytes, bytes);
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(group->ranks - 1));
     return ZPP_OK;
 }
 

@@ -75,7 +75,7 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
 }
 
 void zpp_range_locate(zpp_zero *zero, struct zpp_unit *unit) {
-    unit->shard = (unsigned char *)zpp_region_base(zero->params, zero->rank) + unit->region_offset_bytes;
+    unit->shard = zpp_params_of_member(zero, unit, unit->group->rank);
     if (zero->range) unit->whole = (unsigned char *)zpp_range_base(zero->range) + unit->range_offset_bytes;
 }
 
@@ -90,11 +90,10 @@ struct gather_args {
 
 static void copy_shards(const zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        const unsigned char *region = zpp_region_base(zero->params, rank);
-        memcpy(memory + (size_t)rank * bytes, region + unit->region_offset_bytes, bytes);
-    }
-    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    const int ranks = unit->group->ranks;
+    for (int at = 0; at < ranks; at++)
+        memcpy(memory + (size_t)at * bytes, zpp_params_of_member(zero, unit, at), bytes);
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(ranks - 1));
 }
 
 static zpp_status gather_shards(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -132,8 +131,8 @@ static zpp_status make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 /* --- the shard ---------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_range_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    (void)err;
-    memcpy(unit->shard, zpp_unit_shard_of_whole(unit, zero->rank), zpp_unit_shard_bytes(unit));
+    (void)zero, (void)err;
+    memcpy(unit->shard, zpp_unit_shard_of_whole(unit, unit->group->rank), zpp_unit_shard_bytes(unit));
     return ZPP_OK;
 }
 

@@ -162,8 +162,8 @@ def _spread_parts(engine: Engine, unit: Unit) -> bool:
 def _spread(engine: Engine, units: list[Unit]) -> None:
     for unit in units:
         parted = _spread_parts(engine, unit)
-        if engine.comm is not None and not unit.shared and not parted:
-            broadcast(engine.comm, unit.whole)
+        if not unit.shared and not parted:
+            broadcast(unit.comm, unit.whole)
     if engine.comm is not None:
         engine.comm.barrier()
     for unit in units:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read
 from zeropp.zero.model.boxes import boxes_of
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
 from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays
-from zeropp.zero.model.part import Division, Parts, parts_of, without_values
+from zeropp.zero.model.part import Parts, parts_of, without_values
+from zeropp.zero.model.spread import Group, Spread, make_groups
 from zeropp.zero.model.units import UnitPlan, numbers
 from zeropp.zero.model_state import (
     DTYPES,
@@ -48,16 +50,16 @@ _RELEASED_CLASS = (None, ShardedGradParameter, ShardedGradParameter, Partitioned
 
 def make_engine(
     model: nn.Module, plans: list[UnitPlan], config: Config, ranks: JobRanks, host_copy: bool, moments: tuple[str, ...],
-    device: torch.device, division: Division | None = None,
+    device: torch.device, spreads: Sequence[Spread] = (),
 ) -> Engine:  # fmt: skip
     """Return an engine with all its stores, and its units without values; collective. ``moments``: of its optimizer; ``device``: where
-    units are whole; ``division``: of the model's experts.
+    units are whole; ``spreads``: modules whose parameters differ between ranks.
 
     Raises:
         zeropp.TierError: a disk has no room; the model is as it was.
     """
     comm = ranks.data
-    core = _make_core(model, plans, config, ranks, host_copy, device)
+    core, groups = _make_core(model, plans, config, ranks, host_copy, device, spreads)
     engine = Engine(config, ranks, core, host_copy, device)
     if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
         engine.sharers = len(comm.host_ranks)
@@ -67,7 +69,7 @@ def make_engine(
         _make_stores(engine, model, plans)
         in_memory = ParamStore()
         for index, plan in enumerate(plans):
-            unit = _bind(engine, index, plan, division)
+            unit = _bind(engine, index, plan, groups[plan.spread])
             unit.states_in, unit.params_in = memory, engine.params if unit.in_file else in_memory
             engine.units.append(unit)
             if plan.trainable:
@@ -86,9 +88,11 @@ def make_engine(
 
 
 def _make_core(
-    model: nn.Module, plans: list[UnitPlan], config: Config, ranks: JobRanks, host_copy: bool, device: torch.device
-) -> Any:
-    """Return the core in C with all units, sealed. Where hosts have copies of quantised weights, their ranks share one."""
+    model: nn.Module, plans: list[UnitPlan], config: Config, ranks: JobRanks, host_copy: bool, device: torch.device,
+    spreads: Sequence[Spread],
+) -> tuple[Any, list[Group]]:  # fmt: skip
+    """Return the core in C with all units, sealed, and the groups of its units. Where hosts have copies of quantised weights, their
+    ranks share one."""
     comm = ranks.data
     share_reads = comm is not None and comm.hosts > 1 and config.stored_name is not None
     core = _C.Zero(
@@ -107,11 +111,12 @@ def _make_core(
         shards_on_device(config, device),
     )
     _set_options(core, config, comm)
-    _add_units(core, model, plans, config, comm, host_copy, device)
+    groups = make_groups(core, ranks, spreads)
+    _add_units(core, model, plans, config, groups, host_copy, device)
     core.seal()
     if _uses_nvme(config):
         core.trim_gradients()
-    return core
+    return core, groups
 
 
 def _set_options(core: Any, config: Config, comm: Any) -> None:
@@ -139,18 +144,25 @@ def _quantised(model: nn.Module, config: Config) -> set[nn.Parameter]:
 
 
 def _add_units(
-    core: Any, model: nn.Module, plans: list[UnitPlan], config: Config, comm: Any, host_copy: bool, device: torch.device
+    core: Any,
+    model: nn.Module,
+    plans: list[UnitPlan],
+    config: Config,
+    groups: list[Group],
+    host_copy: bool,
+    device: torch.device,
 ) -> None:
     quantised = _quantised(model, config)
     if config.stored_name is not None:
         in_memory = tier_of(config, "params").kind != "nvme"
         core.set_weight_quant(weight_quant.BITS[config.stored_name], weight_quant.BLOCK_ELEMS, in_memory)
     for index, plan in enumerate(plans):
-        place = _place(plan, config, comm, host_copy, device)
+        group = groups[plan.spread]
+        place = _place(plan, config, group.comm, host_copy, device)
         core.add_unit(
             plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
             not plan.trainable and not plan.stays_frozen, place,
-            *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)),
+            *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index,
         )  # fmt: skip
         for number, parameter in enumerate(plan.params):
             if place == FILE and parameter in quantised:
@@ -236,14 +248,12 @@ def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
         engine.activations = ActivationFile(engine, activations)
 
 
-def _bind(engine: Engine, index: int, plan: UnitPlan, division: Division | None) -> Unit:
+def _bind(engine: Engine, index: int, plan: UnitPlan, group: Group) -> Unit:
     core = engine.core.bind_unit(index, plan.params, nn.Parameter, _RELEASED_CLASS[engine.stage])
     layout = core.layout()
     elems, shard_elems = layout["elems"], layout["shard_elems"]
     whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype, engine.device)
-    comm = division.same if plan.parted and division is not None else engine.comm
-    rank, ranks = (comm.rank, comm.ranks) if comm is not None else (0, 1)
-    local = engine.is_local(ranks)
+    local = engine.local
     own = whole if local else tensor_over(engine.core, layout["shard"], shard_elems, plan.dtype, engine.shard_device)
     if layout["place"] == FILE:
         own = torch.empty_like(own, device="meta")
@@ -253,8 +263,8 @@ def _bind(engine: Engine, index: int, plan: UnitPlan, division: Division | None)
     ]
     unit = Unit(
         index, plan.name, core, plan.dtype, engine.config.gradient_dtypes(plan.dtype)[0], plan.trainable, layout["place"],
-        elems, shard_elems, entries, whole, own, 0 if local else rank * shard_elems,
-        stays_frozen=plan.stays_frozen, comm=comm, rank=rank, ranks=ranks, local=local,
+        elems, shard_elems, entries, whole, own, 0 if local else group.rank * shard_elems,
+        stays_frozen=plan.stays_frozen, comm=group.comm, rank=group.rank, ranks=group.ranks, local=local,
     )  # fmt: skip
     for i, entry in enumerate(entries):
         entry.param._zeropp = Ref(engine, unit, i, entry.names[0])  # type: ignore[attr-defined]
@@ -290,7 +300,7 @@ def fill(engine: Engine, unit: Unit, updated: bool) -> None:
 
 def _fill_whole(engine: Engine, unit: Unit, full: torch.Tensor | None) -> None:
     """Fill the unit's flat buffer on all ranks, and ``full``, the same in fp32, on this one."""
-    comm = engine.comm
+    comm = unit.comm
     came_whole = not all(is_sharded(entry.param) or parts_of(entry.param) is not None for entry in unit.params)
     _meet(engine, unit)  # no rank reads from the file any more into what is filled now
     for entry in unit.params:
@@ -358,9 +368,10 @@ def _give_master(engine: Engine, unit: Unit, full: torch.Tensor | None, updated:
     if not updated and full is None and not (unit.states_in.in_file or unit.in_file):
         unit.master_waits = True
         return
-    if engine.comm is not None and full is None:
-        engine.comm.barrier()  # one shared copy: rank 0 must have filled it
-    elif engine.comm is not None and full is not None and parts_of(unit.params[0].param) is None:
-        broadcast(engine.comm, full)
+    comm = unit.comm
+    if comm is not None and full is None:
+        comm.barrier()  # one shared copy: rank 0 must have filled it
+    elif comm is not None and full is not None and parts_of(unit.params[0].param) is None:
+        broadcast(comm, full)
     values = unit.whole if full is None else full
     unit.states_in.keep_master(unit, values[unit.begin_elems : unit.begin_elems + unit.shard.numel()].to(unit.device))

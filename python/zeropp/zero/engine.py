@@ -297,9 +297,8 @@ class Engine(ModelState):
         if found is None:
             return [None] * len(unit.params)
         shard, present = found
-        whole = torch.empty(unit.elems, dtype=shard.dtype, device=shard.device) if unit.ranks > 1 else shard.clone()
-        if unit.ranks > 1:
-            all_gather(unit.comm, whole, shard)
+        whole = torch.empty(unit.elems, dtype=shard.dtype, device=shard.device)
+        all_gather(unit.comm, whole, shard)
         whole = whole.mul_(scale).to(self.device)
         return [
             e.of(whole[e.offset_elems : e.offset_elems + e.numel]) if present[i] else None

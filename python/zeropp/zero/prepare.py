@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import engines, raise_strays, ref_of
 from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
+from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, modules_of, spread_of
 from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.model_state import DTYPES
 from zeropp.zero.step import custom
@@ -74,11 +75,14 @@ def prepare(
     return prepare_over(None, model, optimizer, config)
 
 
-def prepare_over(ranks: job.JobRanks | None, model: M, optimizer: Optimizer | None, config: Any) -> tuple[M, Any]:
+def prepare_over(
+    ranks: job.JobRanks | None, model: M, optimizer: Optimizer | None, config: Any, spreads: Sequence[Spread] = ()
+) -> tuple[M, Any]:
     """Do as :func:`prepare`, with the ranks that the caller names; None: those of the default group, all of them data ranks.
 
     Ranks with other data ranks may prepare other models, such as the stages of a pipeline: units are partitioned and gradients averaged
     over ``ranks.data``; norm, clipping, loss scale, skipped steps and votes are those of all of ``ranks.job``.
+    ``spreads``: modules whose parameters differ between data ranks, such as experts (spread.py).
     """
     _check_arguments(model, optimizer)
     raise_strays()
@@ -96,11 +100,13 @@ def prepare_over(ranks: job.JobRanks | None, model: M, optimizer: Optimizer | No
     comm = ranks.data
     _check_ranks(ranks, config, optimizer, device)
     division = _divide(model, config, comm)
-    plans = _plan(model, optimizer, config, ranks, division)
+    if division is not None:
+        spreads = [*spreads, spread_of(division)]
+    plans = _plan(model, optimizer, config, ranks, division, spreads)
     meta.give_values(model, getattr(config.offload.params, "path", None))
     bring(model, device, set(ignored_parameters(model, config.ignored)))
     host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
-    engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, division)
+    engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, spreads)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
@@ -133,17 +139,23 @@ def _param_dtype(config: Config) -> torch.dtype | None:
 
 
 def _plan(
-    model: nn.Module, optimizer: Optimizer | None, config: Config, ranks: job.JobRanks, division: Division | None
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: Config,
+    ranks: job.JobRanks,
+    division: Division | None,
+    spreads: Sequence[Spread],
 ) -> list[UnitPlan]:
     """Return the units of a model; raise zeropp.ConfigError where they do not go with the options, or differ between ranks."""
     comm = ranks.data
-    facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks)}
+    facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks, spreads)}
     compat.check(facts)
     efficiency.check(model, config)
     meta.check_draws(model)
-    plans = plan_units(
-        model, config.units, _param_dtype(config), config.ignored, None if division is None else division.parts
-    )
+    check_spreads(spreads, model, comm)
+    parts = None if division is None else division.parts
+    plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, modules_of(spreads))
+    mark_plans(plans, spreads)
     _check_plans(plans, facts)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:
@@ -275,10 +287,14 @@ def _host_facts(config: Config, comm: Any) -> dict[str, Any]:
     return facts
 
 
-def _job_facts(ranks: job.JobRanks) -> dict[str, Any]:
-    """Return whether only some ranks of the job partition the model."""
+def _job_facts(ranks: job.JobRanks, spreads: Sequence[Spread]) -> dict[str, Any]:
+    """Return whether only some ranks of the job partition the model, or some of its modules."""
     every = None if ranks.job is None else ranks.job.ranks
-    return {} if every is None else {compat.JOB: Named(every, f"a model on some of {every} ranks")}
+    facts = {} if every is None else {compat.JOB: Named(every, f"a model on some of {every} ranks")}
+    apart = next((s for s in spreads if s.parts > 1), None)
+    return (
+        facts if apart is None else {**facts, compat.SPREAD: Named(apart.parts, f"{apart.name} in {apart.parts} parts")}
+    )
 
 
 def _check_model(model: nn.Module, config: Config, device: torch.device) -> None:

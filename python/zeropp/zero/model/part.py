@@ -103,8 +103,8 @@ class Division(Protocol):
 
     parts: dict[nn.Parameter, nn.Parameter]
     """By parameter of the model, this rank's part."""
-    same: Any
-    """Communicator of the ranks that have the same parts, and partition them; None: no other rank has them."""
+    ranks: int
+    """How many ranks hold different parts: rank r has part ``r % ranks``, and partitions it with those that have the same (spread.py)."""
 
     def install(self) -> None:
         """Let the modules compute with the parts."""

@@ -36,6 +36,7 @@ class UnitPlan:
     dtype: torch.dtype
     trainable: bool
     alone: bool = False
+    spread: int = 0  # whose parameters differ between ranks: its number in the list (spread.py), from 1 on; 0: none
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     parted: bool = False  # `params` are parts of what the model shows (part.py): those of this rank's experts
     numel: int = field(init=False)
@@ -187,7 +188,7 @@ def refuse_lazy(model: nn.Module, caller: str) -> None:
 
 def plan_units(
     model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None, ignored: Iterable[str] = (),
-    parts: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    parts: Mapping[nn.Parameter, nn.Parameter] | None = None, apart: Iterable[nn.Module] = (),
 ) -> list[UnitPlan]:  # fmt: skip
     """Split a model's parameters into units, in the order of first use as registered.
 
@@ -198,6 +199,7 @@ def plan_units(
             (BatchNorm) always keep their own.
         ignored: names of what is in no unit, see :func:`ignored_parameters`.
         parts: by parameter, the part of it that this rank has; parts are in units of their own.
+        apart: modules that are a block each, whatever they stand in.
 
     Returns:
         Plans in registration order, the same on every rank for the same model.
@@ -205,7 +207,7 @@ def plan_units(
     names, owners = _owners(model)
     for parameter in ignored_parameters(model, ignored):
         del names[parameter]
-    homes = _homes(model, units)
+    homes = _homes(model, units) | {inner: (block,) for block in apart for inner in block.modules()}
     module_names = {m: n or "(model)" for n, m in model.named_modules()}
     parts = parts or {}
     members: dict[tuple[Triggers, torch.dtype, bool, bool], list[nn.Parameter]] = {}
