@@ -39,7 +39,7 @@ COLUMNS = 120  # of a line of prose
 AREAS = ("ops", "comm", "aio", "zero", "bind")
 # Of python/zeropp, the lowest first: a module may import its own layer and those before it, for types alone, too.
 LAYERS = (
-    *("errors", "config compat", "aio comm files health ops process_group", "optim", "efficiency zero"),
+    *("errors", "config compat", "aio comm files health ops process_group", "optim", "efficiency parallel zero"),
     *("checkpoint data elastic moe nn", "accelerate deepspeed deepspeed_names hf lightning", "__main__ cli"),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}

@@ -99,6 +99,7 @@ _MODULES = (
     "nn",
     "ops",
     "optim",
+    "parallel",
     "process_group",
     "zero",
 )

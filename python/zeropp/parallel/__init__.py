@@ -1,6 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other dimensions than data, under every ZeRO stage: sequences, tensors and pipelines (docs/parallel.md)."""
+"""Other dimensions than data: meshes of ranks, pipelines, tensor slices and sequences, from torch's own parts.
 
-from zeropp.parallel.ulysses import ulysses, ulysses_attention
+A name is loaded when it is first used.
+"""
 
-__all__ = ["ulysses", "ulysses_attention"]
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+_HOME: dict[str, str] = {
+    "DATA_DIMS": "mesh",
+    "MODEL_DIMS": "mesh",
+    **dict.fromkeys(("Chunks", "cut"), "cut"),
+    **dict.fromkeys(("pipeline", "stages"), "pipeline"),
+    **dict.fromkeys(("ulysses", "ulysses_attention"), "ulysses"),
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zeropp.parallel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"zeropp.parallel.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+class _Package(types.ModuleType):
+    """The package: a function keeps its name where its module, which Python would put in its place, has the same one."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

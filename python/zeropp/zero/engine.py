@@ -314,7 +314,7 @@ class Engine(ModelState):
     def unscale(self) -> float:
         """Return the factor that makes a held gradient the gradient of the loss."""
         unreduced = self.ranks == 1 and not self.offloads
-        scale = 1.0 / self.accumulate if unreduced or self.core.hold else 1.0
+        scale = 1.0 / (self.accumulate * (self.core.parts or 1)) if unreduced or self.core.hold else 1.0
         return scale / self.scaler.scale
 
     def measure(self) -> tuple[float, list[str]]:

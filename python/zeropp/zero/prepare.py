@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp import _C, compat
 from zeropp.comm import job
@@ -22,6 +23,7 @@ from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
 from zeropp.health import preflight
 from zeropp.health.first_use import require_healthy
+from zeropp.parallel.mesh import is_pipelined, ranks_of, refuse_shared_names
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
@@ -34,7 +36,7 @@ from zeropp.zero.model.parameter import engines, raise_strays, ref_of
 from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, modules_of, spread_of
-from zeropp.zero.model.units import UnitPlan, ignored_parameters, plan_units, refuse_lazy
+from zeropp.zero.model.units import UnitPlan, entries_of, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.model_state import DTYPES
 from zeropp.zero.step import custom
 from zeropp.zero.step.optimizer import adopt, check_optimizer
@@ -51,6 +53,9 @@ def prepare(
     model: M,
     optimizer: Optimizer | None = None,
     config: Config | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    data_dims: Sequence[str] | None = None,
 ) -> tuple[M, Any]:
     """Partition a model and its optimizer over the ranks, in place (ZeRO, Rajbhandari et al. 2020).
 
@@ -63,6 +68,10 @@ def prepare(
             only gives gradients.
         config: a :class:`zeropp.Config`, or what ``Config.from_json`` reads: a dict of its fields or of DeepSpeed's keys, JSON text, or a
             path; default stage 3.
+        mesh: all ranks of the job, with names: the model is partitioned over the data dimensions (dp, dp_replicate, dp_shard, fsdp,
+            data_parallel, cp, sp), and ranks that differ in others (tp, tensor_parallel, pp) hold different parameters. Norm,
+            finite check and loss scale are those of the whole mesh. None: all ranks hold the same model.
+        data_dims: the data dimensions of ``mesh``, in place of those names.
 
     Returns:
         ``(model, optimizer)``, the objects given.
@@ -72,7 +81,14 @@ def prepare(
             differ between ranks, an optimizer that lacks parameters, ...
         zeropp.CommError: a rank died or did not come.
     """
-    return prepare_over(None, model, optimizer, config)
+    ranks = None if mesh is None and data_dims is None else ranks_of(mesh, data_dims, "prepare")
+    if mesh is None or ranks is None or not is_pipelined(mesh):
+        return prepare_over(ranks, model, optimizer, config)
+    _check_arguments(model, optimizer)
+    refuse_shared_names(model, mesh, ranks)
+    prepared = prepare_over(ranks, model, optimizer, config)
+    engine_of(model).core.require_pass()
+    return prepared
 
 
 def prepare_over(
@@ -188,14 +204,14 @@ def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
     config, param_dtype = engine.config, _param_dtype(engine.config)
     install_triggers(model, engine, plans)
     engine.activations.install(model)
-    if config.autocast_name is not None:
-        model._compiled_call_impl = AutocastCall(model, TORCH_DTYPES[config.autocast_name])
+    for entry in entries_of(model) if config.autocast_name is not None else []:
+        entry._compiled_call_impl = AutocastCall(entry, TORCH_DTYPES[config.autocast_name])
     for unit in engine.trained:
         hook_unit(engine, unit)
     engine.params.refuse_training(model)
     efficiency.attach(model, engine)
-    if param_dtype is not None:
-        model.register_forward_pre_hook(functools.partial(cast_inputs, param_dtype), with_kwargs=True, prepend=True)
+    for entry in entries_of(model) if param_dtype is not None else []:
+        entry.register_forward_pre_hook(functools.partial(cast_inputs, param_dtype), with_kwargs=True, prepend=True)
 
 
 def is_prepared(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.zero.model.units import UnitPlan
+from zeropp.zero.model.units import UnitPlan, entries_of
 from zeropp.zero.model_state import ModelState
 
 # -- triggers ------------------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ from zeropp.zero.model_state import ModelState
 def install_triggers(model: nn.Module, engine: ModelState, plans: list[UnitPlan]) -> None:
     """Put a trigger around each module that needs units: in ``_compiled_call_impl``, which ``nn.Module.__call__`` calls outside of all
     hooks."""
-    units_of: dict[nn.Module, list[Any]] = {model: []}
+    units_of: dict[nn.Module, list[Any]] = {entry: [] for entry in entries_of(model)}
     for plan, unit in zip(plans, engine.units, strict=True):
         for module in plan.triggers:
             units_of.setdefault(module, []).append(unit.core)

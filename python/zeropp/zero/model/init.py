@@ -18,6 +18,7 @@ Cost: peak memory is the shards plus ``window_bytes`` or 9/8 of the largest para
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -25,7 +26,7 @@ import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
+from zeropp.comm.collective import all_gather, broadcast
+from zeropp.comm.job import JobRanks
 from zeropp.comm.rendezvous import all_come
 from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.files.disk import storage_errors
 from zeropp.files.heap_trim import HeapTrim, byte_view, give_back
+from zeropp.parallel.mesh import ranks_of
 
 WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
@@ -98,10 +103,44 @@ class _Record:
     """Of the whole values, at the last time they were whole."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of construction, which is that of every rank."""
+    sharers: _Sharers = field(default_factory=lambda: _Sharers())
+    """The ranks that have a shard each."""
     listed: str = ""
     """A nonce of all ranks where it may stand in a state dict, on meta, before ``prepare``."""
     reads: int = 0
     """How often it was read from there."""
+
+
+@dataclass(frozen=True)
+class _Sharers:
+    """The ranks that each hold a part of a parameter: those of a communicator, or of torch's default group."""
+
+    comm: Any = None
+    world: bool = True
+    """True: all ranks of the job. False: those of ``comm``, or this rank alone."""
+
+    @property
+    def ranks(self) -> int:
+        return _ranks() if self.world else 1 if self.comm is None else int(self.comm.ranks)
+
+    @property
+    def rank(self) -> int:
+        world_rank = dist.get_rank() if dist.is_initialized() else 0
+        return world_rank if self.world else 0 if self.comm is None else int(self.comm.rank)
+
+    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        (_all_gather if self.world else functools.partial(all_gather, self.comm))(whole, mine)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        if self.world:
+            dist.broadcast(values.view(torch.uint8), 0)
+        else:
+            broadcast(self.comm, values)
+
+
+def sharers_of(ranks: JobRanks | None) -> _Sharers:
+    """Return the ranks over which parameters are cut, of those of a job; None: all."""
+    return _Sharers() if ranks is None or ranks.job is None else _Sharers(ranks.data, world=False)
 
 
 class LiveParameter(nn.Parameter):
@@ -194,19 +233,25 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 def materialise(parameter: torch.Tensor) -> torch.Tensor:
     """Collective: the whole values of a sharded parameter, as a new tensor. The parameter stays sharded."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _gather(_values_of(parameter), parameter.numel()).view(parameter.shape)
+        return _gather(parameter).view(parameter.shape)
 
 
 def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's shard of a sharded parameter into its place among all values: 1-D, of the parameter's length."""
     with torch._C.DisableTorchFunctionSubclass():
         mine = _values_of(parameter)
-        part = whole[_rank() * mine.numel() :][: mine.numel()]
+        part = whole[_record_of(parameter).sharers.rank * mine.numel() :][: mine.numel()]
         part.copy_(mine[: part.numel()])
 
 
 @contextlib.contextmanager
-def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: Folders | None = None) -> Iterator[None]:
+def sharded_init(
+    *,
+    window_bytes: int = WINDOW_BYTES,
+    path: Folders | None = None,
+    mesh: DeviceMesh | None = None,
+    data_dims: Sequence[str] | None = None,
+) -> Iterator[None]:
     """Build models inside: each rank keeps 1/N of every parameter right after its construction.
 
     Args:
@@ -214,6 +259,8 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: Folders | None = Non
         path: a folder on a local disk: shards wait there for ``zeropp.prepare``, in files without a name, for models
             whose parameters do not fit into memory (``Offload(params="nvme")``). Several folders: each shard in the one that
             has had the fewest bytes. None: in memory.
+        mesh, data_dims: as :func:`zeropp.prepare` takes them: N is the number of ranks over the data dimensions. All ranks
+            build the same whole model, which :func:`zeropp.parallel.cut` then cuts.
 
     Raises:
         zeropp.ConfigError: the ranks drew different values; set the same seed on every rank. Or ``path`` is no folder's name.
@@ -221,25 +268,32 @@ def sharded_init(*, window_bytes: int = WINDOW_BYTES, path: Folders | None = Non
 
     With one rank and no ``path`` there is nothing to shard, and nothing is changed.
     """
-    with construction(window_bytes, path=path):
+    ranks = None if mesh is None and data_dims is None else ranks_of(mesh, data_dims, "sharded_init")
+    with construction(window_bytes, path=path, sharers=sharers_of(ranks)):
         yield
 
 
 @contextlib.contextmanager
 def construction(
-    window_bytes: int = WINDOW_BYTES, *, path: Folders | None = None, from_rank_0: bool = False
+    window_bytes: int = WINDOW_BYTES,
+    *,
+    path: Folders | None = None,
+    from_rank_0: bool = False,
+    sharers: _Sharers | None = None,
 ) -> Iterator[None]:
     """Do as :func:`sharded_init`, with one more option for code that was written for DeepSpeed.
 
     Args:
+        sharers: the ranks over which parameters are cut; None: all.
         from_rank_0: ranks may draw different values, or none; rank 0's are taken, at the price of a broadcast of every
             parameter. And ``state_dict()`` names the parameters before ``prepare``, as tensors on meta.
     """
     global _active
-    if _active is not None or (_ranks() == 1 and path is None):
+    sharers = sharers or _Sharers()
+    if _active is not None or (sharers.ranks == 1 and path is None):
         yield
         return
-    _active = _Construction(window_bytes, from_rank_0, None if path is None else _ShardFolders(path))
+    _active = _Construction(window_bytes, from_rank_0, None if path is None else _ShardFolders(path), sharers)
     threads = os.environ.get(_READ_ALONE)
     os.environ[_READ_ALONE] = "1"
     hooks = [
@@ -280,8 +334,8 @@ class _ShardFolders:
 class _Construction:
     """The parameters of one context: which are whole, the modules that own them, what they held."""
 
-    def __init__(self, window_bytes: int, from_rank_0: bool, folders: _ShardFolders | None) -> None:
-        self.window_bytes, self.folders = window_bytes, folders
+    def __init__(self, window_bytes: int, from_rank_0: bool, folders: _ShardFolders | None, sharers: _Sharers) -> None:
+        self.window_bytes, self.folders, self.sharers = window_bytes, folders, sharers
         self.from_rank_0 = from_rank_0
         self.largest_bytes = 0
         self.heap_trim = HeapTrim()
@@ -313,7 +367,7 @@ class _Construction:
         if "_zeropp_built" in parameter.__dict__ or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
         parameter.__class__ = LiveParameter
-        parameter._zeropp_built = _Record(name)  # type: ignore[attr-defined]
+        parameter._zeropp_built = _Record(name, sharers=self.sharers)  # type: ignore[attr-defined]
         self.followed.append(weakref.ref(parameter))
         self._use(parameter)
 
@@ -331,12 +385,13 @@ class _Construction:
     def make_whole(self, parameter: nn.Parameter, gather: bool) -> None:
         record = _record_of(parameter)
         with torch._C.DisableTorchFunctionSubclass():
-            if gather:
-                whole = _gather(_values_of(parameter), parameter.numel()).view(parameter.shape)
-            else:
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            values = (
+                _gather(parameter)
+                if gather
+                else torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            )
             parameter.__class__ = LiveParameter
-            parameter.data = whole
+            parameter.data = values.view(parameter.shape)
         record.values = None
         self._use(parameter)
 
@@ -362,9 +417,9 @@ class _Construction:
         record, size_bytes = _record_of(parameter), parameter.nbytes
         values = parameter.detach().contiguous().view(-1)
         if self.from_rank_0 and values.numel():
-            dist.broadcast(values.view(torch.uint8), 0)
+            self.sharers.broadcast(values)
         record.digest = _digest(values)
-        record.values = _shard_of(values, self.folders)
+        record.values = _shard_of(values, self.sharers, self.folders)
         del values
         _become_sharded(parameter)
         self.heap_trim.freed(size_bytes)
@@ -386,11 +441,11 @@ class _Construction:
         for parameter in list(self.live.values()):
             self._shard(parameter)
         there = [p for p in (ref() for ref in self.followed) if p is not None]
-        listed = _common_nonce() if self.from_rank_0 else ""
+        listed = _common_nonce(self.sharers) if self.from_rank_0 else ""
         for parameter in there:
             record = _record_of(parameter)
             record.name, record.listed = self.name_of(parameter), listed  # all parents are known now
-        _compare([(_record_of(p).name, _record_of(p).digest) for p in there])
+        _compare([(_record_of(p).name, _record_of(p).digest) for p in there], self.sharers)
 
 
 _active: _Construction | None = None
@@ -418,16 +473,15 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
     finally:
         for one in chosen:
             if kept and one.numel():
-                values = one.detach().contiguous().view(-1)
-                dist.broadcast(values.view(torch.uint8), 0)
-                _record_of(one).values = _shard_of(values)
+                values, sharers = one.detach().contiguous().view(-1), _record_of(one).sharers
+                sharers.broadcast(values)
+                _record_of(one).values = _shard_of(values, sharers)
             _become_sharded(one)
 
 
-def _shard_of(values: torch.Tensor, waiting: _ShardFolders | None = None) -> torch.Tensor:
+def _shard_of(values: torch.Tensor, sharers: _Sharers, waiting: _ShardFolders | None = None) -> torch.Tensor:
     """Return this rank's part of all values, in memory of its own."""
-    ranks, rank = _ranks(), _rank()
-    per_rank = -(-values.numel() // ranks)
+    rank, per_rank = sharers.rank, -(-values.numel() // sharers.ranks)
     mine = _apart(per_rank, values.dtype, values.device, waiting)
     piece = values[rank * per_rank : (rank + 1) * per_rank]
     mine[: piece.numel()] = piece
@@ -445,10 +499,6 @@ def _ranks() -> int:
             return 1
         dist.init_process_group("zeropp")
     return dist.get_world_size()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _record_of(parameter: torch.Tensor) -> _Record:
@@ -492,12 +542,13 @@ def _is_alone(parameter: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter's own, and `storage` here
 
 
-def _gather(mine: torch.Tensor, numel: int) -> torch.Tensor:
-    if _ranks() == 1:
+def _gather(parameter: torch.Tensor) -> torch.Tensor:
+    mine, numel, sharers = _values_of(parameter), parameter.numel(), _record_of(parameter).sharers
+    if sharers.ranks == 1:
         return mine[:numel].clone()
-    whole = torch.empty(mine.numel() * dist.get_world_size(), dtype=mine.dtype, device=mine.device)
+    whole = torch.empty(mine.numel() * sharers.ranks, dtype=mine.dtype, device=mine.device)
     if whole.numel():
-        _all_gather(whole.view(torch.uint8), mine.view(torch.uint8))
+        sharers.all_gather(whole.view(torch.uint8), mine.view(torch.uint8))
         whole = _without_other_holders(whole)
     return whole[:numel]
 
@@ -523,28 +574,30 @@ def _digest(values: torch.Tensor) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # it travels as an int64
 
 
-def _common_nonce() -> str:
+def _common_nonce(sharers: _Sharers) -> str:
     """Return a new random nonce of all ranks; collective."""
     nonce = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
-    dist.broadcast(nonce, 0)
+    sharers.broadcast(nonce)
     return byte_view(nonce).hex()
 
 
-def _compare(drawn: list[tuple[str, int]]) -> None:
+def _compare(drawn: list[tuple[str, int]], sharers: _Sharers) -> None:
     """Collective: every rank built the same parameters with the same values, or all of them raise."""
-    ranks = _ranks()
+    ranks = sharers.ranks
     if ranks == 1:
         return
-    counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([len(drawn)], device="cpu"))
-    numbers = [int(one) for one in counts]
+    counts = torch.zeros(ranks, dtype=torch.int64, device="cpu")
+    sharers.all_gather(counts, torch.tensor([len(drawn)], dtype=torch.int64, device="cpu"))
+    numbers = counts.tolist()
     if len(set(numbers)) > 1:
         raise ConfigError(
             f"sharded_init: ranks built {numbers} parameters (rank 0 first); build the same model on every rank"
         )
+    if not drawn:
+        return
     mine = torch.tensor([digest for _, digest in drawn], dtype=torch.int64, device="cpu")
-    every = [torch.zeros_like(mine) for _ in range(ranks)]
-    dist.all_gather(every, mine)
+    every = torch.zeros(ranks, len(drawn), dtype=torch.int64, device="cpu")
+    sharers.all_gather(every.view(-1), mine)
     for rank, theirs in enumerate(every):
         differs = (theirs != every[0]).nonzero()
         if len(differs):
@@ -593,6 +646,6 @@ def _refusal(parameter: nn.Parameter, func: Any) -> PartitionedParameterError:
         name = getattr(owner, "__name__", name)
     return PartitionedParameterError(
         f"parameter '{_record_of(parameter).name}' was built inside zeropp.sharded_init(), this rank holds "
-        f"1/{_ranks()} of it, and `{name}` reads its values; call zeropp.prepare(model, ...) first (it also moves the "
+        f"1/{_record_of(parameter).sharers.ranks} of it, and `{name}` reads its values; call zeropp.prepare(model, ...) first (it also moves the "
         "model to its device), or do it inside the context"
     )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropp.comm.job import JobRanks
 from zeropp.config import Folders
 from zeropp.errors import ConfigError
 from zeropp.zero.model import init
@@ -40,19 +41,20 @@ def check_draws(model: nn.Module) -> None:
             raise _no_values(module, path, names[0], "has no reset_parameters(), nor a model around it _init_weights()")
 
 
-def give_values(model: nn.Module, path: Folders | None) -> None:
+def give_values(model: nn.Module, path: Folders | None, ranks: JobRanks | None = None) -> None:
     """Draw what is on meta, on a model that :func:`check_draws` let pass; do nothing where all has values. Collective; rank 0's values
     count.
 
     Args:
         path: a folder where shards wait, or several, see ``sharded_init``; None: in memory.
+        ranks: those that partition the model; None: all.
 
     Raises:
         zeropp.ConfigError: a module leaves some of its values out; named.
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
-    with _sharded(model, path) as follow, torch.no_grad():
+    with _sharded(model, path, ranks) as follow, torch.no_grad():
         for name, module in _children_first(model):
             if _meta_names(module):
                 _draw(module, name, _draws_of(model, name), follow)
@@ -94,9 +96,9 @@ def _draws_of(model: nn.Module, path: str) -> list[Draw]:
 
 
 @contextlib.contextmanager
-def _sharded(model: nn.Module, path: Folders | None) -> Iterator[Follow]:
+def _sharded(model: nn.Module, path: Folders | None, ranks: JobRanks | None) -> Iterator[Follow]:
     """Yield a function to give parameters to; inside, those are sharded when newer ones need their memory."""
-    with init.construction(path=path, from_rank_0=True):
+    with init.construction(path=path, from_rank_0=True, sharers=init.sharers_of(ranks)):
         active = init._active
         if active is None:
             yield lambda module, name, parameter: None

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zeropp.errors import ConfigError
+from zeropp.parallel.cut import Chunks
 
 #: Units that would stand alone and are smaller than this stay whole on every rank: a gather costs more than they weigh.
 REPLICATE_BYTES = 64 * 1024
@@ -62,6 +63,11 @@ def _has_params(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def entries_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a program calls: the chunks of a pipeline, or the model."""
+    return list(model) if isinstance(model, Chunks) else [model]
+
+
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the children of the outermost containers that repeat one class: the layers of most transformers."""
     blocks: list[nn.Module] = []
@@ -86,7 +92,8 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for child in children:
             visit(child)
 
-    visit(model)
+    for entry in entries_of(model):
+        visit(entry)
     return blocks
 
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes: which ranks partition one model, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import zeropp
+from ranks import of_all_ranks, on_ranks
+from tiny import Tiny, sentence
+from torch.distributed.device_mesh import init_device_mesh
+from zeropp.parallel.mesh import data_names, ranks_along
+from zeropp.zero.engine import engine_of
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen", "wanted"),
+    [
+        (("pp", "dp"), None, ("dp",)),
+        (("pp", "dp_replicate", "dp_shard", "cp", "tp"), None, ("dp_replicate", "dp_shard", "cp")),
+        (("data_parallel", "tensor_parallel"), None, ("data_parallel",)),
+        (("stage", "rows"), ("rows",), ("rows",)),
+    ],
+)
+def test_names(names: tuple[str, ...], chosen: tuple[str, ...] | None, wanted: tuple[str, ...]) -> None:
+    assert data_names(names, chosen, "prepare") == wanted
+
+
+def test_unknown_names() -> None:
+    told = sentence(lambda: data_names(("pp", "rows"), None, "prepare"), zeropp.ConfigError)
+    assert "dimension 'rows'" in told and "data_dims=" in told, told
+    told = sentence(lambda: data_names(("pp", "dp"), ("rows",), "prepare"), zeropp.ConfigError)
+    assert "data_dims names 'rows'" in told and "('pp', 'dp')" in told, told
+
+
+@on_ranks(4)
+def test_data_ranks() -> None:
+    """Two data dimensions around one of slices: ranks that differ in it have other values, and are left alone."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("tp", "dp", "cp"))
+    tp = mesh.get_local_rank("tp")
+    assert ranks_along(mesh, ("dp", "cp")) == [2 * tp, 2 * tp + 1]
+    torch.manual_seed(tp)
+    model = Tiny()
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model, _ = zeropp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zeropp.Config(stage=3), mesh=mesh)
+    assert engine_of(model).ranks == 2
+    with zeropp.gathered(model):
+        for name, values in model.named_parameters():
+            assert torch.equal(values, wanted[name]), name
+
+
+@on_ranks(4)
+def test_sharded_init() -> None:
+    """Parameters are cut over the data ranks alone, so that each stage can gather its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(3)
+    plain = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    torch.manual_seed(3)
+    with zeropp.sharded_init(mesh=mesh):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    chunks = zeropp.parallel.cut(model, mesh["pp"], torch.distributed.pipelining.Schedule1F1B)
+    chunks, _ = zeropp.prepare(chunks, None, zeropp.Config(stage=3, host_copy="off"), mesh=mesh)
+    found = zeropp.full_state_dict(chunks)
+    names = of_all_ranks(list(found))
+    assert sorted({name for one in names for name in one}) == sorted(plain.state_dict()), names
+    assert all(torch.equal(values, plain.state_dict()[name]) for name, values in found.items())
+
+
+@on_ranks(2)
+def test_refusals() -> None:
+    def prepare(**options: object) -> str:
+        return sentence(lambda: zeropp.prepare(Tiny(), None, zeropp.Config(stage=3), **options), zeropp.ConfigError)
+
+    told = prepare(mesh=init_device_mesh("cpu", (2,)))
+    assert "have no names" in told and "mesh_dim_names=" in told, told
+    told = prepare(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"])
+    assert "has 1 ranks, and the job has 2" in told and "whole mesh" in told, told
+    told = prepare(mesh="dp")
+    assert "wanted a DeviceMesh" in told, told
+    told = prepare(data_dims=("dp",))
+    assert "pass mesh= too" in told, told
+    assert dist.get_world_size() == 2
