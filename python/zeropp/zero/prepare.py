@@ -119,7 +119,7 @@ def prepare_over(
     if division is not None:
         spreads = [*spreads, spread_of(division)]
     plans = _plan(model, optimizer, config, ranks, division, spreads)
-    meta.give_values(model, getattr(config.offload.params, "path", None))
+    meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)))
     host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
     engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, spreads)
