@@ -176,5 +176,5 @@ def test_misuse_is_refused() -> None:
     ):
         shallower(nn.Transformer(8, 2, 2, 2, 16), 1)
     prepared, _ = zeropp.prepare(nn.ModuleList([MoE(8, 2) for _ in range(2)]), None)
-    with pytest.raises(ConfigError, match="zeropp.moe.shallower: parameter '0.gate.weight' is prepared"):
+    with pytest.raises(ConfigError, match=r"zeropp.moe.shallower: parameter '0.gate.weight' is prepared"):
         shallower(prepared, 1)

@@ -216,10 +216,11 @@ class Facts(nn.Module):
         self.data_parallel_group = self.seq_data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
         self.dist_backend = dist.get_backend() if dist.is_initialized() else None
         self.mpu = self.mesh_device = self.quantizer = self.eigenvalue = self.progressive_layer_drop = None
-        self.pipeline_parallelism = self.has_moe_layers = self.zenflow = self.use_ds_comm = False
-        self.num_experts: list[int] = []
-        self.moe_layers: list[Any] = []
-        self.gate_modules: list[Any] = []
+        self.pipeline_parallelism = self.zenflow = self.use_ds_comm = False
+        self.moe_layers: list[Any] = [one for one in self.modules() if hasattr(one, "expert_group_name")]
+        self.has_moe_layers = bool(self.moe_layers)
+        self.num_experts = [int(one.num_experts) for one in self.moe_layers]
+        self.gate_modules: list[Any] = [one.deepspeed_moe.gate for one in self.moe_layers]
         self.sparse_tensor_module_names: set[str] = set()
         self.monitor = Monitor()
 

@@ -60,7 +60,10 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.max_pool2d(F.relu(self.conv(x)), 4)
-        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+        x = F.relu(self.fc1(x.flatten(1)))
+        if self.experts is not None:
+            x, _, _ = self.experts(x)
+        return self.fc2(x)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -271,41 +271,6 @@ def GatherReplacedLayerParams(params: Any, module: Any, enabled: bool = True) ->
         yield
 
 
-# -- deepspeed.moe.utils, for a model without experts -------------------------------------------------------------------------------------
-
-
-def is_moe_param(param: Any) -> bool:
-    """True for a parameter that is marked as an expert's own."""
-    return not getattr(param, "allreduce", True)
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    return bool(param_group.get("moe", False))
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): deepspeed.moe.layer.MoE cannot be built here yet."""
-    return False, 0
-
-
-def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """A list of the groups as they are, where no parameter is an expert's."""
-    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    for group in groups:
-        group["params"] = list(group["params"])
-        if any(map(is_moe_param, group["params"])):
-            raise not_built("mixture of experts", "train without expert parameters")
-    return groups
-
-
-def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
-    if model_parameters and isinstance(model_parameters[0], nn.Parameter):
-        return split_params_into_different_moe_groups_for_optimizer(
-            {"params": model_parameters, "name": "dense-params"}
-        )
-    return split_params_into_different_moe_groups_for_optimizer(model_parameters)
-
-
 # -- enums, errors, constants that are not plain ---------------------------------------------------------------------------------------------
 
 

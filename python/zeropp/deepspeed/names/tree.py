@@ -89,9 +89,10 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.constants": {"helpers": "default_pg_timeout"},
     "deepspeed.module_inject.layers": {"helpers": "GatherReplacedLayerParams"},
     "deepspeed.module_inject.policy": {"helpers": "transpose"},
+    "deepspeed.moe.layer": {"zeropp.deepspeed.moe": "MoE"},
     "deepspeed.moe.utils": {
-        "helpers": "is_moe_param is_moe_param_group has_moe_layers configure_moe_param_groups "
-        "split_params_into_different_moe_groups_for_optimizer",
+        "zeropp.deepspeed.moe": "is_moe_param is_moe_param_group has_moe_layers configure_moe_param_groups "
+        "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
     },
     "deepspeed.ops": {"later": "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"},
     "deepspeed.ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
@@ -175,7 +176,7 @@ ALIASES = {
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
 
-_EXPERTS = "train without mixtures of experts"
+_EXPERTS = "use deepspeed.moe.layer.MoE, or zeropp.moe.MoE"
 _INFERENCE = "call the model itself; zeropp.prepare(model, None, config) evaluates one that is larger than memory"
 _SAMPLING = "give deepspeed.initialize a loader, or training_data, of your own"
 _COMPRESSION = "train without compression"
@@ -192,7 +193,7 @@ _LOADABLE = "engine.save_checkpoint writes zeropp's format, which any number of 
 #: What to use instead, and the names by module.
 LATER: tuple[tuple[str, dict[str, str]], ...] = (
     (_EXPERTS, {
-        "deepspeed.moe.layer": "MoE", "deepspeed.moe.sharded_moe": "MOELayer TopKGate", "deepspeed.moe.experts": "Experts",
+        "deepspeed.moe.sharded_moe": "MOELayer TopKGate", "deepspeed.moe.experts": "Experts",
         "deepspeed.utils.groups": "_get_expert_broadcast_src_rank _get_expert_data_parallel_group _get_expert_data_parallel_rank "
         "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size _get_local_all_to_all_group "
         "_get_max_expert_parallel_group _get_max_expert_size_name _create_expert_and_data_parallel",
