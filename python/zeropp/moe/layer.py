@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from zeropp.config.values import whole, wrong
 from zeropp.errors import ConfigError, what_it_is
 from zeropp.moe.gate import Gate, Router, Routes
-from zeropp.ops.moe import moe_combine, moe_dispatch, moe_plan
+from zeropp.ops.checks import FLOATS
+from zeropp.ops.moe import moe_combine, moe_dispatch, moe_plan, swiglu
 
 
 class SwiGLU(nn.Module):
@@ -39,7 +40,10 @@ class SwiGLU(nn.Module):
             nn.init.kaiming_uniform_(parameter, a=5**0.5)  # as torch.nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up_proj).chunk(2, dim=-1)
+        both = F.linear(x, self.gate_up_proj)
+        if both.device.type == "cpu" and both.dtype in FLOATS:
+            return F.linear(swiglu(both), self.down_proj)
+        gate, up = both.chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.down_proj)
 
 
