@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from zeropp.errors import ConfigError
 from zeropp.moe.exchange import Exchange, combine, dispatch
+from zeropp.moe.layer import Experts
 
 NAME = "zeropp"
 DISPATCHES = "ep_dispatch_experts"
@@ -160,7 +161,9 @@ def outputs_of(module: nn.Module, compute: Callable[..., Tensor], rows: Tensor, 
     count = rows.shape[0]
     if not count:  # the gradients of experts without a token are zeros on this rank too, as in one process
         rows, ends = rows.new_zeros(1, rows.shape[1]), torch.ones_like(ends)
-    if getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME:
+    if isinstance(module, Experts):
+        outputs = module.grouped(rows, ends)
+    elif getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME:
         outputs = grouped(module, rows, ends)
     else:
         outputs = compute(rows, _experts_of(rows, ends).unsqueeze(1), rows.new_ones(rows.shape[0], 1))

@@ -109,16 +109,30 @@ class Experts(nn.Module):
             top_k_index: (T, k) int: experts; -1: dropped.
             top_k_weights: (T, k) floating.
         """
-        stacks = {name: getattr(self, own).unbind(0) for own, name in self._names.items()}
-        count = len(next(iter(stacks.values())))
+        count = self.num_experts
         chosen = top_k_index.to(torch.int32)
-        plan = moe_plan(
-            chosen.where(chosen >= 0, count), count + 1
-        )  # what is dropped goes to one more, which nobody computes
-        rows = moe_dispatch(hidden_states, plan).split(plan.kept.tolist())
-        made = [self._one(rows[e], {n: stack[e] for n, stack in stacks.items()}) for e in range(count)]
-        out = torch.cat([*made, torch.zeros_like(rows[count])])
+        # What is dropped goes to one more, which nobody computes.
+        plan = moe_plan(chosen.where(chosen >= 0, count), count + 1)
+        rows = moe_dispatch(hidden_states, plan)
+        ends = plan.kept[:count].cumsum(0)
+        out = torch.cat([self.grouped(rows, ends), rows.new_zeros(int(plan.kept[count]), rows.shape[1])])
         return moe_combine(out, plan, top_k_weights.float()).to(hidden_states.dtype)
+
+    def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return what the experts make of their rows, (N, H); those of expert e end at row ends[e]; N = ends[-1]."""
+        stacks = {name: getattr(self, own).unbind(0) for own, name in self._names.items()}
+        counts = {name: len(stack) for name, stack in stacks.items()}
+        if set(counts.values()) != {len(ends)}:
+            raise ConfigError(
+                f"MoE.expert: {type(self._template[0]).__name__} has buffers, which are not divided among ranks; leave Config.experts at "
+                f"None, or use a module without buffers (this rank has {len(ends)} experts, and tensors of {counts})"
+            )
+        parts = [0, *ends.tolist()]
+        made = [
+            self._one(rows[parts[e] : parts[e + 1]], {name: stack[e] for name, stack in stacks.items()})
+            for e in range(len(ends))
+        ]
+        return torch.cat(made)
 
     def _one(self, rows: Tensor, values: dict[str, Tensor]) -> Tensor:
         if not len(rows):
@@ -194,6 +208,12 @@ class MoE(nn.Module):
         self.residual = _branch("MoE.residual", residual, hidden)
         self.coefficient = None if residual is None else nn.Linear(hidden, 2)
         self._routes: Routes | None = None
+
+    @property
+    def ep_plan(self) -> dict[str, str]:
+        """Which modules and parameters ``Config(experts=)`` divides among ranks, in transformers' terms."""
+        parameters = {f"experts.{name}": "grouped_gemm" for name, _ in self.experts.named_parameters()}
+        return {"experts": "ep_dispatch_experts", **parameters}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_routes": None}  # losses are part of a graph, which cannot be copied
