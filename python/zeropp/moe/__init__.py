@@ -12,6 +12,7 @@ from zeropp.moe.exchange import Exchange as Exchange
 from zeropp.moe.exchange import RowPlan as RowPlan
 from zeropp.moe.exchange import combine as combine
 from zeropp.moe.exchange import dispatch as dispatch
+from zeropp.moe.exchange import keep_exchanges as keep_exchanges
 from zeropp.moe.gate import Gate as Gate
 from zeropp.moe.layer import MoE as MoE
 from zeropp.moe.prune import aggregate as aggregate
@@ -19,5 +20,5 @@ from zeropp.moe.prune import prune as prune
 from zeropp.moe.shallower import shallower as shallower
 
 __all__ = [
-    "Distill", "Exchange", "Gate", "MoE", "RowPlan", "aggregate", "balance_bias", "combine", "dispatch", "load", "prune", "shallower",
+    "Distill", "Exchange", "Gate", "MoE", "RowPlan", "aggregate", "balance_bias", "combine", "dispatch", "keep_exchanges", "load", "prune", "shallower",
 ]  # fmt: skip

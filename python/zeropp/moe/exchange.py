@@ -8,6 +8,7 @@ operators of torch (``torch.ops.zeropp.moe_rows_*``), so selective checkpointing
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -16,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zeropp import _C
 from zeropp.comm.group import arena_tensor, communicator, dtype_code
 from zeropp.errors import NotBuiltError
 from zeropp.ops import checks
 
-__all__ = ["Exchange", "RowPlan", "combine", "dispatch"]
+__all__ = ["Exchange", "RowPlan", "combine", "dispatch", "keep_exchanges"]
 
 _EMPTY = (0, 0)
 _numbers = itertools.count(1)
@@ -167,6 +169,26 @@ def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tenso
     result = op(rows.contiguous(), weights.float().contiguous(), *numbers)
     assert isinstance(result, Tensor)
     return result
+
+
+def keep_exchanges(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what exchanges and routing return, where all else is computed again: torch's selective activation checkpointing.
+
+    A checkpointed layer then exchanges rows twice forward and twice backward, as one that is not checkpointed, in place of four times
+    and two (communication-aware checkpointing of DeepSpeed-TED, Singh et al. 2023, section 5.2). A router with noise cannot route
+    otherwise when it runs again. Kept are the rows of this rank's experts, (N, W), and the results of its tokens, (T, W)::
+
+        context = functools.partial(create_selective_checkpoint_contexts, zeropp.moe.keep_exchanges)
+        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=context)
+    """
+    return CheckpointPolicy.MUST_SAVE if op in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _kept() -> frozenset[Any]:
+    ours = torch.ops.zeropp
+    exchanges = (ours.moe_rows_dispatch.default, ours.moe_rows_combine.default)
+    return frozenset((*exchanges, ours.moe_gate.default, torch.ops.aten.topk.default))
 
 
 def _check_rows(name: str, label: str, tensor: Tensor) -> None:
