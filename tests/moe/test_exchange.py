@@ -197,3 +197,25 @@ def test_misuse_is_refused(call: Any, kind: type[Exception], sentence: str) -> N
 
     with pytest.raises(kind, match=sentence):
         call(moe.dispatch, moe.combine)
+
+
+@pytest.mark.parametrize("case", ["uneven", "all_for_one", "one_without_tokens"])
+@on_ranks(1, 2)
+def test_products_in_memory_that_is_used_again(case: str, ranks: int) -> None:
+    import torch.distributed as dist
+    import zeropp
+    from zeropp.moe.products import swiglu_experts
+
+    layer = Layer(case, dist.get_rank(), ranks)
+    exchange = zeropp.moe.Exchange(dist.group.WORLD)
+    number = exchange.layer("products")
+    leaves = layer.here()
+    rows, plan = zeropp.moe.dispatch(leaves[0], layer.chosen[layer.rank], EXPERTS, exchange=exchange, layer=number)
+    made = swiglu_experts(rows, plan.ends, leaves[2], leaves[3], exchange=exchange)
+    y = zeropp.moe.combine(made, plan, leaves[1])
+    grads = torch.autograd.grad(y, leaves, layer.grads[layer.rank])
+    for mine, want in zip([y.detach(), *grads], layer.wanted(), strict=True):
+        scale = float(want.abs().max()) if want.numel() else 0.0
+        torch.testing.assert_close(mine.double(), want, rtol=BOUND, atol=BOUND * scale)
+    with pytest.raises(ValueError, match=r"zeropp.moe.swiglu_experts: rows \(\d+, 24\)"):
+        swiglu_experts(rows, plan.ends, leaves[3], leaves[2])
