@@ -64,3 +64,25 @@ def _moved(before: object, after: object) -> int:
         return sum(rows.get("all_to_all", {}).get("bytes", 0) for rows in traffic.values())  # type: ignore[attr-defined]
 
     return total(after) - total(before)
+
+
+@on_ranks(2, 3)
+def test_torch_packs_the_same_where_the_tensors_are_on_an_accelerator() -> None:
+    import torch
+    import torch.distributed as dist
+    from zeropp.comm import heads as module
+
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    cut = module.Cut(dist.group.WORLD, _lengths((3, 5), ranks))
+    spans = module.query_spans(6, ranks)
+    shared = module.key_spans(spans, 6)
+    found = []
+    for way in (module._exchange_here, module._exchange_anywhere):
+        torch.manual_seed(me)
+        q, k = (torch.randn(2, heads, cut.lengths[me], 4) for heads in (6, 1))
+        q_whole = torch.empty(2, spans[me][1] - spans[me][0], cut.tokens, 4)
+        k_whole = torch.empty(2, 1, cut.tokens, 4)
+        way(cut, (spans, shared), (q, k), (q_whole, k_whole), None)
+        way(cut, (spans, shared), (q_whole, k_whole), (q, k), [6, 1])
+        found.append((q_whole, k_whole, q, k))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -194,31 +194,33 @@ def _place(tensor: Tensor) -> list[int]:
 def _exchange_anywhere(
     cut: Cut, spans: tuple[Spans, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], heads: list[int] | None
 ) -> None:
-    """The same on an accelerator, packed by torch, through the group's own all-to-all."""
-    ranks = len(cut.lengths)
-    sent = [[_part(cut, spans[at], one, r, heads) for at, one in enumerate(tensors)] for r in range(ranks)]
-    shapes = [[_shape(cut, spans[at], one, r, heads) for at, one in enumerate(tensors)] for r in range(ranks)]
-    packed = torch.cat([part.reshape(-1) for parts in sent for part in parts])
-    sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
-    came = packed.new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(
-        came, packed, [sum(one) for one in sizes], [sum(p.numel() for p in parts) for parts in sent], group=cut.group
-    )
-    pieces = iter(came.split([size for of_rank in sizes for size in of_rank]))
-    sums = [
-        torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) if heads else one for one in results
-    ]
-    for r in range(ranks):
-        for at, result in enumerate(sums):
-            piece = next(pieces).view(shapes[r][at])
-            if heads:
-                first, end = spans[at][r]
-                result[:, first:end] += piece
-            else:
-                result[:, :, cut.slice_of(r)] = piece
-    for result, total in zip(results, sums, strict=True):
+    """Exchange as :func:`_exchange_here` does, on an accelerator: packed by torch, through the group's own all-to-all."""
+    ranks, each = range(len(cut.lengths)), list(zip(spans, tensors, strict=True))
+    sent = [torch.cat([_part(cut, own, one, r, heads).reshape(-1) for own, one in each]) for r in ranks]
+    by_rank = _exchange_packed(cut, sent, [[_shape(cut, own, one, r, heads) for own, one in each] for r in ranks])
+    for at, result in enumerate(results):
         if heads:
-            result.copy_(total)
+            _add_up(result, [parts[at] for parts in by_rank], spans[at])
+        else:
+            result.copy_(torch.cat([parts[at] for parts in by_rank], 2))
+
+
+def _exchange_packed(cut: Cut, sent: list[Tensor], shapes: list[list[torch.Size]]) -> list[list[Tensor]]:
+    """Send a tensor to each rank; return the pieces of what each rank sent, of these shapes."""
+    sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
+    came = sent[0].new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(
+        came, torch.cat(sent), [sum(one) for one in sizes], [one.numel() for one in sent], group=cut.group
+    )
+    pieces = iter(came.split([size for one in sizes for size in one]))
+    return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+def _add_up(result: Tensor, parts: list[Tensor], spans: Spans) -> None:
+    total = torch.zeros_like(result, dtype=torch.promote_types(result.dtype, torch.float32))
+    for (first, end), part in zip(spans, parts, strict=True):
+        total[:, first:end] += part
+    result.copy_(total)
 
 
 def _part(cut: Cut, spans: Spans, tensor: Tensor, to: int, heads: list[int] | None) -> Tensor:

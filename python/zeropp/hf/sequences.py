@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+import zeropp
 from zeropp.errors import ConfigError
 
 
@@ -49,8 +50,6 @@ def sharing(trainer: Any) -> Iterator[None]:
 
 def _handle_of(trainer: Any) -> Any:
     """Return the handle of the trainer's model, made at the first batch."""
-    from zeropp.parallel import ulysses
-
     handle = trainer._zeropp_handle
     if handle is None or handle.model is not trainer.model:
         if handle is not None:
@@ -59,7 +58,7 @@ def _handle_of(trainer: Any) -> Any:
         mesh = init_device_mesh(
             trainer.args.device.type, (world // ranks, ranks), mesh_dim_names=("dp_replicate", "sp")
         )
-        handle = trainer._zeropp_handle = ulysses(trainer.model, mesh["sp"])
+        handle = trainer._zeropp_handle = zeropp.parallel.ulysses(trainer.model, mesh["sp"])
     return handle
 
 
@@ -72,23 +71,18 @@ def part_of(trainer: Any, batch: Any) -> Any:
 
 def predict(trainer: Any, inputs: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
     """Return the loss, logits and labels of whole sequences."""
-    from zeropp.comm.heads import Cut, gather_tokens
-
     handle = _handle_of(trainer)
     part = part_of(trainer, inputs)
     with trainer.accelerator.sharing(1):  # the tokens of every part are counted
         loss, logits, labels = plain(part, *args, **kwargs)
     if loss is not None:
-        ones = Cut(handle.group, (1,) * handle.ranks, handle.core)
-        loss = gather_tokens(ones, loss.float().reshape(1, 1)).mean()
-    length = inputs["input_ids"].shape[1]
-    lengths = tuple(length * (r + 1) // handle.ranks - length * r // handle.ranks for r in range(handle.ranks))
-    cut = Cut(handle.group, lengths, handle.core)
+        loss = handle.gather(loss.float().reshape(1, 1)).mean()
+    own = part["input_ids"].shape[1]
 
     def whole(one: Any) -> Any:
         if isinstance(one, (tuple, list)):
             return type(one)(whole(inner) for inner in one)
-        is_part = isinstance(one, torch.Tensor) and one.dim() >= 2 and one.shape[1] == lengths[handle.rank]
-        return gather_tokens(cut, one) if is_part else one
+        is_part = isinstance(one, torch.Tensor) and one.dim() >= 2 and one.shape[1] == own
+        return handle.gather(one) if is_part else one
 
     return loss, whole(logits), None if labels is None else inputs["labels"]

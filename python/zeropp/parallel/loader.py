@@ -11,23 +11,43 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from zeropp.comm.group import DTYPE_CODES, OP_CODES, communicator
 from zeropp.comm.heads import Cut, gather_tokens
 from zeropp.errors import ConfigError
-from zeropp.parallel.ulysses import IGNORED, Ulysses, shift
 
+IGNORED = -100
+"""The label of a token that does not count."""
 _SAME_BATCH = ("sp", "cp", "tp", "tensor_parallel", "pp")
 """Dimensions of a mesh whose ranks work on one batch."""
 
 
-def shard(handle: Ulysses, batches: Sequence[Any], accumulate: int | None = None) -> list[dict[str, Any]]:
+class Sharing(Protocol):
+    """Ranks that share sequences: a handle of :func:`zeropp.parallel.ulysses`."""
+
+    group: Any
+    mesh: Any
+    core: Any
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+
+def shift(labels: Tensor) -> Tensor:
+    """Return what each token of whole sequences is to predict, (batch, tokens): the next one's label."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def shard(handle: Sharing, batches: Sequence[Any], accumulate: int | None = None) -> list[dict[str, Any]]:
     """Return this rank's parts of the micro-batches of a step. Collective over the job.
 
     Args:
@@ -61,7 +81,7 @@ def _tokens_of(batch: Mapping[str, Any]) -> Tensor:
     raise ConfigError(f"ulysses: a batch of {sorted(batch)}; wanted input_ids or inputs_embeds")
 
 
-def _cut(handle: Ulysses, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _cut(handle: Sharing, batch: Mapping[str, Any]) -> dict[str, Any]:
     tokens = _tokens_of(batch)
     rows, length = tokens.shape[:2]
     if length < handle.ranks:
@@ -82,7 +102,7 @@ def _cut(handle: Ulysses, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: one[:, part].contiguous() if is_cut[name] else one for name, one in whole.items()}
 
 
-def _check_same(handle: Ulysses, batches: Sequence[Any]) -> None:
+def _check_same(handle: Sharing, batches: Sequence[Any]) -> None:
     """Compare the batches of the ranks of the group."""
     found = [[len(batches), 0, 0]]
     for batch in batches:
@@ -103,7 +123,7 @@ def _check_same(handle: Ulysses, batches: Sequence[Any]) -> None:
             )
 
 
-def data_place(handle: Ulysses) -> tuple[int, int]:
+def data_place(handle: Sharing) -> tuple[int, int]:
     """Return which of the job's different batches this rank works on, and how many there are."""
     root = handle.mesh._get_root_mesh() if isinstance(handle.mesh, dist.device_mesh.DeviceMesh) else None
     if root is not None and root.mesh_dim_names is not None and root.ndim > 1:
@@ -130,7 +150,7 @@ class SequenceLoader:
         accumulate: as in ``Config(accumulate=)``; losses are weighted over so many batches.
     """
 
-    def __init__(self, handle: Ulysses, loader: Any, accumulate: int = 1) -> None:
+    def __init__(self, handle: Sharing, loader: Any, accumulate: int = 1) -> None:
         if accumulate < 1:
             raise ConfigError(f"ulysses: accumulate is {accumulate}; wanted 1 or more")
         self.handle, self.accumulate = handle, accumulate

@@ -29,9 +29,8 @@ from zeropp.comm.group import close, own_communicator
 from zeropp.comm.heads import Cut, Spans, gather_tokens, key_spans, query_spans, to_heads, to_tokens
 from zeropp.efficiency.attention import layers_of, models_of
 from zeropp.errors import ConfigError, ranks_named
+from zeropp.parallel.loader import IGNORED, SequenceLoader, shard, shift
 
-IGNORED = -100
-"""The label of a token that does not count."""
 _SEQUENCE = "_zeropp_sequence"  # of the position ids that a model's layers are given
 _numbers = itertools.count()
 #: Parts of names of classes whose layers carry a state from token to token.
@@ -188,7 +187,7 @@ def _carries_state(named: str, where: str, kind: str) -> str:
 
 @dataclass
 class Sequence:
-    """What one forward's sequence is as a whole.
+    """Describe one forward's sequence as a whole.
 
     Attributes:
         positions, mask, packed: (batch, all tokens); which sequence a token belongs to, where a row packs several.
@@ -219,8 +218,6 @@ class Ulysses:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
         number = next(_numbers)
         self.core = (
             own_communicator(self.group, f"sp {number}, {_named(self.group)}") if self.group.size() > 1 else None
@@ -235,8 +232,8 @@ class Ulysses:
             inner = config._attn_implementation
             name = f"{inner}_zeropp_ulysses_{number}"
             self._inner[id(config)] = inner
-            AttentionInterface.register(name, self._attend)
-            AttentionMaskInterface.register(name, self._mask)
+            _transformers("modeling_utils").AttentionInterface.register(name, self._attend)
+            _transformers("masking_utils").AttentionMaskInterface.register(name, self._mask)
             config._attn_implementation_internal = name
             self._undo.append(lambda config=config, inner=inner, name=name: _restore(config, inner, name))  # type: ignore[misc]
 
@@ -277,15 +274,18 @@ class Ulysses:
 
     def loader(self, loader: Any, *, accumulate: int = 1) -> Any:
         """Return a loader of this rank's parts: see :func:`zeropp.parallel.loader.SequenceLoader`."""
-        from zeropp.parallel.loader import SequenceLoader
-
         return SequenceLoader(self, loader, accumulate)
 
     def shard(self, batch: Any) -> dict[str, Any]:
         """Return this rank's part of a batch that every rank of the group has: see :func:`zeropp.parallel.loader.shard`."""
-        from zeropp.parallel.loader import shard
-
         return shard(self, [batch])[0]
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the whole of what this rank has a part of, (batch, own tokens, ...) -> (batch, all tokens, ...). Collective; without a
+        gradient."""
+        ones = Cut(self.group, (1,) * self.ranks, self.core)
+        lengths = gather_tokens(ones, torch.tensor([[part.shape[1]]]))[0].tolist()
+        return gather_tokens(Cut(self.group, tuple(lengths), self.core), part)
 
     # -- what the model calls ----------------------------------------------------------------------------------------------
 
@@ -326,13 +326,19 @@ class Ulysses:
             else gather_tokens(cut, positions.expand(tokens.shape[0], -1))
         )
         mask = None if mask is None else gather_tokens(cut, mask.to(torch.int64)).bool()
-        if shifted is None and given["labels"] is not None:
-            whole = shift(gather_tokens(cut, given["labels"]))
+        self._weigh(cut, counted, kwargs)
+        return Sequence(cut, positions.expand(tokens.shape[0], -1), mask, _packed(positions) if mask is None else None)
+
+    def _weigh(self, cut: Cut, counted: int, kwargs: dict[str, Any]) -> None:
+        """Shift labels over the cuts, and have the model divide its sum so that the mean over the ranks is that over the tokens."""
+        if kwargs.get("labels") is None:
+            return
+        if kwargs.get("shift_labels") is None:
+            whole = shift(gather_tokens(cut, kwargs["labels"]))
             kwargs["shift_labels"] = whole[:, cut.slice_of(self.rank)].contiguous()
             counted = int((whole != IGNORED).sum())
-        if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
-            kwargs["num_items_in_batch"] = max(counted, 1) / self.ranks  # so that the mean over the ranks is exact
-        return Sequence(cut, positions.expand(tokens.shape[0], -1), mask, _packed(positions) if mask is None else None)
+        if kwargs.get("num_items_in_batch") is None:
+            kwargs["num_items_in_batch"] = max(counted, 1) / self.ranks
 
     def _meet(self, tokens: int, counted: int, facts: list[int]) -> tuple[Cut, int]:
         """Compare what the ranks are called with; return how the sequence lies, and how many labels count."""
@@ -353,12 +359,11 @@ class Ulysses:
 
     def _mask(self, **kw: Any) -> Any:
         """In place of transformers' function of the mask: the same, of the whole sequence."""
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
-
+        masks = _transformers("masking_utils")
         inner = self._inner[id(kw["config"])]
-        if inner not in ALL_MASK_ATTENTION_FUNCTIONS:
+        if inner not in masks.ALL_MASK_ATTENTION_FUNCTIONS:
             return None  # transformers makes none for such an attention
-        make = ALL_MASK_ATTENTION_FUNCTIONS[inner]
+        make = masks.ALL_MASK_ATTENTION_FUNCTIONS[inner]
         sequence = self._current
         if sequence is None:
             return make(**kw)
@@ -369,7 +374,7 @@ class Ulysses:
                 "chunks after padding); wanted causal, bidirectional or sliding attention with padding or packed rows"
             )
         if sequence.packed is not None:
-            function = packed_sequence_compatibility_function(function, sequence.positions, sequence.packed)
+            function = masks.packed_sequence_compatibility_function(function, sequence.positions, sequence.packed)
             kw["allow_is_causal_skip"] = False
         kw.update(
             q_length=sequence.cut.tokens, kv_length=sequence.cut.tokens, q_offset=0, kv_offset=0, mask_function=function,
@@ -420,24 +425,25 @@ def _groups(module: Any, groups: int) -> Iterator[None]:
             module.num_key_value_groups = before
 
 
+def _transformers(name: str) -> Any:
+    """Return a module of transformers, which its models have loaded."""
+    return sys.modules[f"transformers.{name}"]
+
+
 def _named(group: Any) -> str:
     ranks = dist.get_process_group_ranks(group)
     return ranks_named(ranks) if len(ranks) <= 4 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def _restore(config: Any, inner: str, name: str) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     config._attn_implementation_internal = inner
-    AttentionInterface._global_mapping.pop(name, None)
-    AttentionMaskInterface._global_mapping.pop(name, None)
+    _transformers("modeling_utils").AttentionInterface._global_mapping.pop(name, None)
+    _transformers("masking_utils").AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def _attention(inner: str, module: Any) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)  # type: ignore[no-any-return]
+    return _transformers("modeling_utils").ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)  # type: ignore[no-any-return]
 
 
 def _check_inputs(module: Any, tokens: Tensor, given: dict[str, Any], kwargs: dict[str, Any]) -> None:
@@ -460,9 +466,8 @@ def _check_inputs(module: Any, tokens: Tensor, given: dict[str, Any], kwargs: di
 
 
 def _shifts_labels(module: Any) -> bool:
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-    return LOSS_MAPPING.get(getattr(module, "loss_type", None)) is ForCausalLMLoss
+    losses = _transformers("loss.loss_utils")
+    return losses.LOSS_MAPPING.get(getattr(module, "loss_type", None)) is losses.ForCausalLMLoss
 
 
 def _check_layer(module: Any, kw: dict[str, Any]) -> None:
@@ -485,12 +490,5 @@ def _reads_tensors(function: Any) -> bool:
 
 
 def _packed(positions: Tensor) -> Tensor | None:
-    from transformers.masking_utils import find_packed_sequence_indices
-
-    packed: Tensor | None = find_packed_sequence_indices(positions)
+    packed: Tensor | None = _transformers("masking_utils").find_packed_sequence_indices(positions)
     return packed
-
-
-def shift(labels: Tensor) -> Tensor:
-    """Return what each token of whole sequences is to predict, (batch, tokens): the next one's label."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
