@@ -85,7 +85,7 @@ class _SwigluExperts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, ends, gate_up, down, between = ctx.saved_tensors
         of_rows, _, of_gate_up, of_down, _ = ctx.needs_input_grad
         inner, most, grad = gate_up.shape[1] // 2, _most(ends), grad.contiguous()
