@@ -18,12 +18,12 @@ package ``ziglang``; the wheel then is a manylinux wheel. scripts/wheels.py make
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -72,6 +72,26 @@ SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 class BuildError(Exception):
     """A compiler refused a file; the message is its output."""
+
+
+def unsupported(system: str, machine: str, pointer_bits: int, libc: str) -> str | None:
+    """Return why zeropp cannot be built there, None where it can."""
+    if system != "Linux":
+        return f"zeropp runs on Linux (x86-64 and aarch64), and this is {system}; on Windows use WSL 2, on macOS a Linux VM"
+    if pointer_bits != 64 or machine not in ("x86_64", "amd64", "aarch64", "arm64"):
+        return f"zeropp runs on 64-bit x86-64 and aarch64, and this Python is {pointer_bits}-bit on {machine}"
+    if libc != "glibc":
+        return (
+            "zeropp needs glibc, as torch's wheels do, and this Python has another C library (musl?); use an image "
+            "with glibc, such as Debian's"
+        )
+    return None
+
+
+def refuse_unsupported() -> None:
+    bits = struct.calcsize("P") * 8
+    if reason := unsupported(platform.system(), MACHINE, bits, platform.libc_ver()[0]):
+        sys.exit(f"zeropp: {reason}")
 
 
 def jobs() -> int:
@@ -270,7 +290,7 @@ class Builder:
         name = f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)"
         return self.make(target, [nvcc, *flags, *outputs], name, refuse_spills)
 
-    def embedded(self, nvcc: str, images: list[tuple[Path, Path]]) -> list[Path]:
+    def embedded(self, nvcc: str, arch: list[str], images: list[tuple[Path, Path]]) -> list[Path]:
         """Objects that hold the fat binaries and the table of them, which csrc/base/cuda_images.h declares."""
         assembly = ['    .section .rodata,"a",@progbits']
         rows = []
@@ -284,6 +304,8 @@ class Builder:
         table += [f"extern const unsigned char {symbol}[];" for symbol, _, _ in rows]
         table += [f"const int zpp_cuda_images_toolkit = {toolkit_version(nvcc)};"]
         table += [f"const size_t zpp_cuda_images_count = {len(rows)};"]
+        kinds = ", ".join(flag.rpartition("code=")[2] for flag in arch).replace("compute_", "PTX of sm_")
+        table += [f'const char zpp_cuda_images_kinds[] = "{kinds}";']
         table += ["const struct zpp_cuda_image zpp_cuda_images[] = {"]
         table += [f'    {{"{name}", {symbol}, {size}u}},' for symbol, name, size in rows]
         table += ["    {0, 0, 0},", "};", ""]
@@ -306,7 +328,7 @@ class Builder:
         if not sources or not nvcc:
             return []
         arch = gpu_flags(nvcc)
-        return self.embedded(nvcc, [(source, self.fatbin(nvcc, arch, source)) for source in sources])
+        return self.embedded(nvcc, arch, [(source, self.fatbin(nvcc, arch, source)) for source in sources])
 
     def objects(self) -> list[Path]:
         with ThreadPoolExecutor(max_workers=jobs()) as workers:
@@ -332,6 +354,8 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         OBJECTS.mkdir(parents=True, exist_ok=True)
+        import fcntl  # only here: Windows has none, and is refused by name
+
         with (OBJECTS / "lock").open("w") as lock:  # two builds in one tree take turns
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
@@ -359,6 +383,7 @@ def wheel_options() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    refuse_unsupported()
     setup(
         version=version(),
         ext_modules=[Extension("zeropp._C", sources=["csrc/bind/module.c"], py_limited_api=True)],

@@ -7,3 +7,4 @@
 __attribute__((weak)) const struct zpp_cuda_image zpp_cuda_images[] = {{0, 0, 0}};
 __attribute__((weak)) const size_t zpp_cuda_images_count = 0;
 __attribute__((weak)) const int zpp_cuda_images_toolkit = 0;
+__attribute__((weak)) const char zpp_cuda_images_kinds[] = "";

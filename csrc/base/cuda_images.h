@@ -16,5 +16,6 @@ struct zpp_cuda_image {
 extern const struct zpp_cuda_image zpp_cuda_images[];
 extern const size_t zpp_cuda_images_count;
 extern const int zpp_cuda_images_toolkit; /* CUDA version that compiled them, such as 13000 for 13.0; 0 without any */
+extern const char zpp_cuda_images_kinds[]; /* for messages: "sm_75, sm_80, PTX of sm_80"; empty without any */
 
 #endif

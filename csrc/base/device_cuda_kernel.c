@@ -24,6 +24,17 @@ static const void *image_data(size_t image) {
     return zpp_cuda_images_count ? zpp_cuda_images[image].data : "\0\0\0";
 }
 
+/* Say which kind the GPU is, and for which kinds there is code. */
+static zpp_status no_image(const struct zpp_cuda_device *cuda, struct zpp_err *err) {
+    int major = 0, minor = 0;
+    (void)cuda->api->cuDeviceGetAttribute(&major, ZPP_CU_ATTRIBUTE_CAPABILITY_MAJOR, cuda->device);
+    (void)cuda->api->cuDeviceGetAttribute(&minor, ZPP_CU_ATTRIBUTE_CAPABILITY_MINOR, cuda->device);
+    return zpp_fail(err, ZPP_NOT_BUILT,
+                    "device cuda:%d: this build has no kernels for its architecture sm_%d%d, only for %s; build zeropp "
+                    "from source on this machine, or use a newer GPU", cuda->ordinal, major, minor,
+                    zpp_cuda_images_kinds[0] ? zpp_cuda_images_kinds : "none");
+}
+
 static zpp_status load_images(struct zpp_cuda_device *cuda, struct zpp_err *err) {
     if (cuda->modules) return ZPP_OK;
     CUmodule *modules = calloc(images_count() + 1, sizeof *modules);
@@ -33,6 +44,7 @@ static zpp_status load_images(struct zpp_cuda_device *cuda, struct zpp_err *err)
         if (!result) continue;
         while (image--) cuda->api->cuModuleUnload(modules[image]);
         free(modules);
+        if (result == ZPP_CU_NO_BINARY_FOR_GPU) return no_image(cuda, err);
         return zpp_cuda_fail(cuda->api, result, err,
                              "device cuda: loading the kernels (is the driver older than `python -m zeropp env` asks "
                              "for?)");

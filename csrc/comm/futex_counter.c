@@ -37,7 +37,7 @@ static long futex(_Atomic uint32_t *counter, int op, uint32_t value, const struc
 
 static void wake(struct zpp_counter *counter) {
     /* The store before and this load are sequentially consistent, and so are the sleeper's: at least one side sees the
-     * other's store. */
+     * other's store. Release and acquire would not do, neither on x86 nor on Arm: both may let the load go first. */
     if (atomic_load(&counter->sleepers)) futex(&counter->value, FUTEX_WAKE, INT32_MAX, NULL);
 }
 

@@ -22,11 +22,12 @@ struct zpp_counter {
     _Atomic uint16_t cpu; /* 1 + the core where the writer ran when it raised the counter last; 0 = unknown. A hint. */
 };
 
+/* Acquire: what the writer wrote before it raised the counter is seen after this returns true. */
 static inline bool zpp_counter_reached(const struct zpp_counter *counter, uint32_t target) {
     return (int32_t)(atomic_load_explicit(&counter->value, memory_order_acquire) - target) >= 0;
 }
 
-void zpp_counter_raise(struct zpp_counter *counter, uint32_t value); /* release order; one writer a counter */
+void zpp_counter_raise(struct zpp_counter *counter, uint32_t value); /* a release, and more: see wake(); one writer */
 void zpp_counter_add(struct zpp_counter *counter);                   /* by one; any number of writers */
 
 /* One wait of one call, which may look at several counters one after the other. Lives on the caller's stack. */

@@ -9,8 +9,10 @@
 #include "../../csrc/base/device_cuda.h"
 
 /* Two images, each with one kernel. */
+static char second_image[] = "sim:second";
 const struct zpp_cuda_image zpp_cuda_images[] = {
-    {"a_cuda.cu", "sim:first", 10}, {"b_cuda.cu", "sim:second", 11}, {0, 0, 0}};
+    {"a_cuda.cu", "sim:first", 10}, {"b_cuda.cu", second_image, 11}, {0, 0, 0}};
+const char zpp_cuda_images_kinds[] = "sm_80, PTX of sm_80";
 const size_t zpp_cuda_images_count = 2;
 const int zpp_cuda_images_toolkit = 13000;
 
@@ -35,6 +37,19 @@ static void end_device(zpp_device *device) {
     CHECK_EQUAL(counts.events, 0);
     CHECK_EQUAL(counts.modules, 0);
     CHECK_EQUAL(SIM(sim_contexts_pushed)(), 0);
+}
+
+static void a_gpu_without_code_is_named(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = new_device();
+    CUfunction function;
+    memcpy(second_image, "old:", 4);
+    CHECK_FAILS(zpp_cuda_kernel(device, "second", &function, &err), ZPP_NOT_BUILT,
+                "no kernels for its architecture sm_");
+    CHECK(strstr(err.text, "only for sm_80, PTX of sm_80; build zeropp from source"));
+    memcpy(second_image, "sim:", 4);
+    CHECK_OK(zpp_cuda_kernel(device, "second", &function, &err));
+    end_device(device);
 }
 
 static void memory_is_page_aligned(void) {
@@ -213,7 +228,7 @@ int main(int argc, char **argv) {
     SIM(sim_kernel_register)(&first_kernel);
     SIM(sim_kernel_register)(&second_kernel);
     static const struct test_case cases[] = {
-        TEST(memory_is_page_aligned),           TEST(copies_are_late_and_ordered), TEST(errors_stay),
+        TEST(memory_is_page_aligned), TEST(a_gpu_without_code_is_named),           TEST(copies_are_late_and_ordered), TEST(errors_stay),
         TEST(kernels_are_found_in_every_image), TEST(mistakes_are_errors),         {0},
     };
     return test_main(argc, argv, cases);

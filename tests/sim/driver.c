@@ -310,7 +310,8 @@ CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char byte, size_t bytes, sim_
 /* --- kernels: the files that nvcc compiles, compiled as C (build.py) ------------------------------------------------
  */
 
-/* An image that begins with "sim:" is the name of its one kernel; every other one holds all that are registered. */
+/* An image that begins with "sim:" is the name of its one kernel, one with "old:" has no code for this GPU; every other
+ * one holds all that are registered. */
 struct CUmod_st {
     const char *only;
 };
@@ -319,6 +320,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     int device;
     const CUresult result = sim_current_device(&device);
     if (result) return result;
+    if (memcmp(image, "old:", 4) == 0) return ZPP_CU_NO_BINARY_FOR_GPU;
     CUmodule made = calloc(1, sizeof *made);
     if (!made) return ZPP_CU_OUT_OF_MEMORY;
     made->only = memcmp(image, "sim:", 4) == 0 ? (const char *)image + 4 : NULL;

@@ -11,6 +11,8 @@
 
 enum { RING_BYTES = 1 << 20 };
 
+/* Each side stores its own counter with release, after the bytes, and loads the other's with acquire, before them; its
+ * own it loads relaxed. So bytes are read after they were written, and overwritten after they were read. */
 struct zpp_channel {
     _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t written; /* bytes since the beginning */
     _Alignas(ZPP_LINE_BYTES) _Atomic uint64_t read;
