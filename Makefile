@@ -10,6 +10,7 @@
 #   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
 #   make wheel    a cp310-abi3 wheel in dist/, with CUDA kernels for sm_75 to sm_120
 #   make wheels   the wheels of a release: manylinux_2_28 for x86-64 and aarch64, with a compiler from PyPI
+#   make release VERSION=x.y.z  checks, builds and tries the wheels of a release, and tags it
 #   make docs     the documentation site in site/
 #   make clean    what builds made (not .venv, not out/)
 #
@@ -22,7 +23,7 @@ export PYTHON TORCH_INDEX CC
 
 INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
 
-.PHONY: demo test test-quick test-aarch64 lint sanitize fuzz bench wheel wheels docs clean build-demo build-test build-lint build-bench build-docs
+.PHONY: demo test test-quick test-aarch64 lint sanitize fuzz bench wheel wheels release docs clean build-demo build-test build-lint build-bench build-docs
 .DELETE_ON_ERROR:
 
 # One stamp an extra: the environment is made once, and again when what it is made from changes.
@@ -72,6 +73,9 @@ wheel: $(VENV)/.installed-test $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
 
 wheels: $(VENV)/.installed-wheels $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
 	$(PY) scripts/wheels.py
+
+release: $(VENV)/.installed-wheels $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
+	$(PY) scripts/release.py $(VERSION) $(if $(AARCH64_PYTHON),--aarch64-python $(AARCH64_PYTHON))
 
 docs: build-docs
 	NO_MKDOCS_2_WARNING=1 $(PY) scripts/site/build.py
