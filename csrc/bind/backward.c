@@ -60,12 +60,67 @@ static bool boundary_now(Zero *zero) {
     return true;
 }
 
-void zpp_py_choose_reduction(Zero *zero) {
+static void choose_reduction(Zero *zero) {
     zero->boundary = boundary_now(zero);
     /* Gradients in a file are reduced in every micro-step: held back, they would fill the memory. */
     const bool each = zpp_zero_reduces_each_backward(zero->core) || zero->pass.each;
     zero->reduces = (each ? zero->sync : zero->boundary) && !zero->hold;
 }
+
+/* --- one graph of an open pass (py_pass.c) ------------------------------------------------------------------------ */
+
+/* Open the pass of the coordinator with the first graph that gives gradients. */
+static int open_core(Zero *zero) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_py_pass *pass = &zero->pass;
+    choose_reduction(zero);
+    if (zpp_zero_reduces_each_backward(zero->core)) pass->each = true;
+    if (zpp_zero_pass_open(zero->core, zero->reduces, pass->each, &err) == ZPP_OK) return pass->begun = true, 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+int zpp_py_graph_begin(Zero *zero) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_py_pass *pass = &zero->pass;
+    if (!pass->units) return 0;
+    if (!pass->begun && open_core(zero)) return -1;
+    const uint8_t *units = (const uint8_t *)PyBytes_AsString(pass->units);
+    if (zpp_zero_graph_begin(zero->core, units, pass->forwards, &err) == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+int zpp_py_run_end(Zero *zero, zpp_status (*end)(zpp_zero *, const struct zpp_wait *, struct zpp_err *)) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    zpp_py_wait_for(zero, &wait);
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = end(zero->core, &wait, &err);
+    PyEval_RestoreThread(thread);
+    if (status == ZPP_OK) return 0;
+    zpp_py_raise(&err);
+    return -1;
+}
+
+int zpp_py_graph_end(Zero *zero) {
+    if (zero->pass.units && zpp_py_run_end(zero, zpp_zero_graph_end)) return -1;
+    Py_CLEAR(zero->pass.units);
+    return zpp_py_end_pass(zero);
+}
+
+static int refuse_unannounced(const Unit *unit, Py_ssize_t param) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    char words[ZPP_PARAM_WORDS];
+    zpp_fail(&err, ZPP_STATE,
+             "zero: a gradient of %s came in a backward that the pipeline's schedule did not run; run all backwards of "
+             "a step in the schedule that zeropp.parallel.pipeline was given",
+             zpp_py_param_words(unit, param, words, sizeof words));
+    zpp_py_raise(&err);
+    return -1;
+}
+
+/* --- a backward that is a pass of its own ------------------------------------------------------------------------- */
 
 /* A backward outside of an open pass is one of its own. */
 static int begin_alone(Zero *zero) {
@@ -76,7 +131,7 @@ static int begin_alone(Zero *zero) {
                           "zero: a backward of a pipeline's stage outside of an adopted schedule, so nothing says "
                           "which backward is the last; call zeropp.parallel.pipeline(schedule) once, then schedule.step()");
     } else {
-        zpp_py_choose_reduction(zero);
+        choose_reduction(zero);
         status = zpp_zero_backward_begin(zero->core, zero->reduces, &err);
     }
     if (status == ZPP_OK) return 0;
@@ -375,7 +430,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *param) {
     if (zero->closed) Py_RETURN_NONE;
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
-    if (zero->pass.open && !zero->pass.units) return zpp_py_refuse_unannounced(unit, hook->param), NULL;
+    if (zero->pass.open && !zero->pass.units) return refuse_unannounced(unit, hook->param), NULL;
     const bool partial = task != zero->task && zpp_zero_uses(zero->core, unit->unit->index) == 0;
     const int failed = zpp_zero_takes_grads(zero->core) ? take_from_param(unit, hook->param, param, partial)
                                                         : keep_gradient(unit, hook->param, partial);

@@ -6,64 +6,11 @@
  */
 #include "py_zero.h"
 
-#include "../base/wait.h"
 #include "raise.h"
 
 static int raise_state(const char *sentence) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_fail(&err, ZPP_STATE, "%s", sentence);
-    zpp_py_raise(&err);
-    return -1;
-}
-
-/* Open the pass of the coordinator with the first graph that gives gradients. */
-static int open_core(Zero *zero) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_py_pass *pass = &zero->pass;
-    zpp_py_choose_reduction(zero);
-    if (zpp_zero_reduces_each_backward(zero->core)) pass->each = true;
-    if (zpp_zero_pass_open(zero->core, zero->reduces, pass->each, &err) == ZPP_OK) return pass->begun = true, 0;
-    zpp_py_raise(&err);
-    return -1;
-}
-
-int zpp_py_graph_begin(Zero *zero) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    const struct zpp_py_pass *pass = &zero->pass;
-    if (!pass->units) return 0;
-    if (!pass->begun && open_core(zero)) return -1;
-    const uint8_t *units = (const uint8_t *)PyBytes_AsString(pass->units);
-    if (zpp_zero_graph_begin(zero->core, units, pass->forwards, &err) == ZPP_OK) return 0;
-    zpp_py_raise(&err);
-    return -1;
-}
-
-/* Run the end of a graph or of the pass without Python's lock. 0, or -1 with an error set. */
-static int run_end(Zero *zero, zpp_status (*end)(zpp_zero *, const struct zpp_wait *, struct zpp_err *)) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_wait wait;
-    zpp_py_wait_for(zero, &wait);
-    PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = end(zero->core, &wait, &err);
-    PyEval_RestoreThread(thread);
-    if (status == ZPP_OK) return 0;
-    zpp_py_raise(&err);
-    return -1;
-}
-
-int zpp_py_graph_end(Zero *zero) {
-    if (zero->pass.units && run_end(zero, zpp_zero_graph_end)) return -1;
-    Py_CLEAR(zero->pass.units);
-    return zpp_py_end_pass(zero);
-}
-
-int zpp_py_refuse_unannounced(const Unit *unit, Py_ssize_t param) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    char words[ZPP_PARAM_WORDS];
-    zpp_fail(&err, ZPP_STATE,
-             "zero: a gradient of %s came in a backward that the pipeline's schedule did not run; run all backwards of "
-             "a step in the schedule that zeropp.parallel.pipeline was given",
-             zpp_py_param_words(unit, param, words, sizeof words));
     zpp_py_raise(&err);
     return -1;
 }
@@ -153,7 +100,7 @@ static PyObject *zero_pass_close(PyObject *self, PyObject *unused) {
     struct zpp_py_pass *pass = &zero->pass;
     Py_CLEAR(pass->units);
     if (pass->begun) {
-        if (zpp_py_follow(zero) || run_end(zero, zpp_zero_pass_close) || zpp_py_show_gradients(zero)) return NULL;
+        if (zpp_py_follow(zero) || zpp_py_run_end(zero, zpp_zero_pass_close) || zpp_py_show_gradients(zero)) return NULL;
         zero->backwards++;
         zero->at_boundary = zero->boundary;
     }

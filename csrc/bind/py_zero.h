@@ -185,16 +185,17 @@ PyObject *zpp_py_grad_hook(Unit *unit,
 int zpp_py_enter_backward(Zero *zero, bool recompute, long *task); /* 0 also when no backward runs: *task is -1 then */
 int zpp_py_backward_over(Zero *zero);                        /* releases the units that the backward read */
 
-void zpp_py_choose_reduction(Zero *zero); /* a pass begins: is it a boundary, and is it reduced? */
+/* A graph of an open pass; 0, or -1 with an error set. */
+int zpp_py_graph_begin(Zero *zero);
+int zpp_py_graph_end(Zero *zero);
+/* Run the end of a graph or of a pass without Python's lock. 0, or -1 with an error set. */
+int zpp_py_run_end(Zero *zero, zpp_status (*end)(zpp_zero *, const struct zpp_wait *, struct zpp_err *));
 /* Stage 0, after a reduction: like DDP, every parameter that has a gradient on some rank has it on all. */
 int zpp_py_show_gradients(Zero *zero);
 int zpp_py_take_from_param(Unit *unit, Py_ssize_t index); /* its p.grad, if there is one */
 
-/* py_pass.c: 0, or -1 with an error set */
+/* py_pass.c */
 extern PyMethodDef zpp_py_pass_methods[];
-int zpp_py_graph_begin(Zero *zero);
-int zpp_py_graph_end(Zero *zero);
-int zpp_py_refuse_unannounced(const Unit *unit, Py_ssize_t param);
 
 /* saved_tensors.c */
 int zpp_py_saved_init(void);

@@ -60,8 +60,3 @@ zpp_status zpp_zero_pass_close(zpp_zero *zero, const struct zpp_wait *wait, stru
     zpp_zero_reset_uses(zero);
     return ZPP_OK;
 }
-
-void zpp_zero_pass_forget(zpp_zero *zero) {
-    zero->pass_is_open = zero->reduces_graphs = false;
-    for (int i = 0; i < zero->units_count; i++) zero->units[i]->awaits_graphs = false;
-}

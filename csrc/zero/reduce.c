@@ -391,6 +391,11 @@ static void end_alone(zpp_zero *zero) {
     if (status == ZPP_OK) zpp_zero_clear_grads(zero);
 }
 
+void zpp_zero_pass_forget(zpp_zero *zero) {
+    zero->pass_is_open = zero->reduces_graphs = false;
+    for (int i = 0; i < zero->units_count; i++) zero->units[i]->awaits_graphs = false;
+}
+
 void zpp_zero_backward_abort(zpp_zero *zero) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     end_alone(zero);

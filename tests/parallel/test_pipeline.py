@@ -271,3 +271,50 @@ def test_balance() -> None:
     assert balanced([1, 1, 1, 9], 0, 0, 3) == [0, 1, 3, 4]
     told = sentence(lambda: balanced([1], 0, 0, 2), zeropp.ConfigError)
     assert "1 layer" in told and "2 stages" in told, told
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("Llama", "1F1B"), ("Qwen3", "Interleaved1F1B"), pytest.param("Gemma3Text", "1F1B", marks=pytest.mark.slow)],
+)
+@on_ranks(2)
+def test_transformers(kind: str, name: str) -> None:
+    """Models as they are, with left padding that differs by micro-batch, in every stage's own mask."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**SMALL)
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).train()
+
+    def loss_of_logits(logits: Tensor, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    mesh, schedule = mesh_of(2, 1), getattr(torch_schedules, f"Schedule{name}")
+    ids = torch.randint(1, 64, (MICRO * ROWS, 12), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = mask[4, :5] = 0
+    whole = build()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for rows, kept in zip(ids.chunk(MICRO), mask.chunk(MICRO), strict=True):
+        logits = whole(input_ids=rows, attention_mask=kept, use_cache=False).logits
+        (loss_of_logits(logits, rows) / MICRO).backward()
+    optimizer.step()
+    chunks = zeropp.parallel.cut(build(), mesh["pp"], schedule)
+    chunks, optimizer = zeropp.prepare(
+        chunks, torch.optim.SGD(chunks.parameters(), lr=0.1), zeropp.Config(stage=3), mesh=mesh
+    )
+    stages = zeropp.parallel.stages(chunks, mesh["pp"])
+    run = zeropp.parallel.pipeline(schedule(stages if len(stages) > 1 else stages[0], MICRO, loss_fn=loss_of_logits))
+    last = any(stage.is_last for stage in stages)
+    run.step(
+        *((ids,) if any(stage.is_first for stage in stages) else ()), target=ids if last else None, attention_mask=mask
+    )
+    optimizer.step()
+    require_close(zeropp.full_state_dict(chunks), whole.state_dict(), 1e-6)

@@ -9,7 +9,17 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeropp.parallel.cut import Chunks as Chunks
+    from zeropp.parallel.cut import cut as cut
+    from zeropp.parallel.mesh import DATA_DIMS as DATA_DIMS
+    from zeropp.parallel.mesh import MODEL_DIMS as MODEL_DIMS
+    from zeropp.parallel.pipeline import pipeline as pipeline
+    from zeropp.parallel.pipeline import stages as stages
+    from zeropp.parallel.ulysses import ulysses as ulysses
+    from zeropp.parallel.ulysses import ulysses_attention as ulysses_attention
 
 _HOME: dict[str, str] = {
     "DATA_DIMS": "mesh",

@@ -60,6 +60,25 @@ def stage_indices(rank: int, ranks: int, chunks: int, style: str) -> list[int]:
     return [rank + chunk * ranks for chunk in range(chunks)]
 
 
+def place_in(mesh: DeviceMesh, caller: str) -> tuple[int, int]:
+    """Return (this rank's number in the pipeline, its ranks)."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ConfigError(
+            f'{caller}: mesh is {what_it_is(mesh)}; wanted the one dimension of the pipeline, such as mesh["pp"]'
+        )
+    return mesh.get_local_rank(), mesh.size()
+
+
+def _style_of(schedule: type, chunks: int | None) -> tuple[str, int]:
+    """Return how a schedule places its stages, and how many chunks a rank has."""
+    style = "v" if issubclass(schedule, (ScheduleZBVZeroBubble, ScheduleDualPipeV)) else "loop"
+    single = issubclass(schedule, PipelineScheduleSingle)
+    count = chunks or (1 if single else 2)
+    if (single and count != 1) or (style == "v" and count != 2):
+        raise ConfigError(f"cut: {schedule.__name__} has {1 if single else 2} chunks a rank, and chunks is {count}")
+    return style, count
+
+
 def cut(model: nn.Module, mesh: DeviceMesh, schedule: type, *, chunks: int | None = None) -> Chunks:
     """Cut a model into contiguous chunks of about equally many parameters, and keep those of this rank.
 
@@ -79,16 +98,8 @@ def cut(model: nn.Module, mesh: DeviceMesh, schedule: type, *, chunks: int | Non
     Raises:
         zeropp.ConfigError: no plan, fewer layers than stages, or a parameter that stages on two ranks would share.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(
-            f'cut: mesh is {what_it_is(mesh)}; wanted the one dimension of the pipeline, such as mesh["pp"]'
-        )
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    style = "v" if issubclass(schedule, (ScheduleZBVZeroBubble, ScheduleDualPipeV)) else "loop"
-    single = issubclass(schedule, PipelineScheduleSingle)
-    count = chunks or (1 if single else 2)
-    if (single and count != 1) or (style == "v" and count != 2):
-        raise ConfigError(f"cut: {schedule.__name__} has {1 if single else 2} chunks a rank, and chunks is {count}")
+    rank, ranks = place_in(mesh, "cut")
+    style, count = _style_of(schedule, chunks)
     spine = _spine(model)
     bounds = balanced([_elems(one) for one in spine.layers], _elems(*spine.before), _elems(*spine.after), count * ranks)
     placed = [stage_indices(one, ranks, count, style) for one in range(ranks)]
@@ -133,15 +144,18 @@ def _spine(model: nn.Module) -> Any:
             f"cut: {type(model).__name__} has no plan for a pipeline (config.base_model_pp_plan with one list of layers), and is no "
             "nn.Sequential; build each stage yourself and give them to zeropp.parallel.Chunks([...])"
         )
-    outside = {id(p) for name, child in base.named_children() if name not in names for p in child.parameters()}
-    outside |= {id(p) for p in base.parameters(recurse=False)}
-    strange = [name for name, p in base.named_parameters() if id(p) in outside]
+    _refuse_unplanned(base, names)
+    return _Spine(model, base, names, layers[0])
+
+
+def _refuse_unplanned(base: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a parameter of a model that is in no part of its plan."""
+    strange = [name for name, _ in base.named_parameters() if name.partition(".")[0] not in names]
     if strange:
         raise ConfigError(
             f"cut: parameter '{strange[0]}' of {type(base).__name__} is in no part of its plan {tuple(names)}, so every stage would have a "
             "copy; build each stage yourself and give them to zeropp.parallel.Chunks([...])"
         )
-    return _Spine(model, base, names, layers[0])
 
 
 class _Row:

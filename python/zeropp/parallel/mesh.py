@@ -80,18 +80,22 @@ def data_names(names: Iterable[str], data_dims: Sequence[str] | None, caller: st
     if isinstance(data_dims, str):
         raise ConfigError(f"{caller}: data_dims is the text {data_dims!r}; wanted a sequence, such as ({data_dims!r},)")
     if data_dims is None:
-        strange = [name for name in names if name not in DATA_DIMS + MODEL_DIMS]
-        if strange:
-            raise ConfigError(
-                f"{caller}: dimension '{strange[0]}' of the mesh {names} is not known; data dimensions are called "
-                f"{', '.join(DATA_DIMS)}, those of other parameters {', '.join(MODEL_DIMS)}; rename it, or say with "
-                "data_dims=(...) over which dimensions the parameters are the same"
-            )
+        _refuse_unknown(names, caller)
         return tuple(name for name in names if name in DATA_DIMS)
     missing = [name for name in data_dims if name not in names]
     if missing:
         raise ConfigError(f"{caller}: data_dims names '{missing[0]}', and the mesh has {names}; name its dimensions")
     return tuple(name for name in names if name in data_dims)
+
+
+def _refuse_unknown(names: tuple[str, ...], caller: str) -> None:
+    strange = [name for name in names if name not in DATA_DIMS + MODEL_DIMS]
+    if strange:
+        raise ConfigError(
+            f"{caller}: dimension '{strange[0]}' of the mesh {names} is not known; data dimensions are called "
+            f"{', '.join(DATA_DIMS)}, those of other parameters {', '.join(MODEL_DIMS)}; rename it, or say with "
+            "data_dims=(...) over which dimensions the parameters are the same"
+        )
 
 
 def ranks_along(mesh: DeviceMesh, names: Iterable[str]) -> list[int]:

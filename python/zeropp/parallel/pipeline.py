@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineSchedule
 
 from zeropp.errors import ConfigError, Error, what_it_is
-from zeropp.parallel.cut import Chunks, stage_indices
+from zeropp.parallel.cut import Chunks, place_in, stage_indices
 from zeropp.zero.engine import Engine, engine_of
 
 S = TypeVar("S", bound=_PipelineSchedule)
@@ -182,26 +182,34 @@ def pipeline(schedule: S, reduce: str = "last", loss: str | None = None) -> S:
         zeropp.ConfigError: not one of torch's schedules, a stage whose module was not prepared, or an option that pipelines do not
             support: ``step_in_backward``, ``efficiency``, a delayed update.
     """
+    _check_options(reduce, loss)
     stages = _stages_of(schedule)
-    for name, value, allowed in (("reduce", reduce, ("last", "each")), ("loss", loss, (None, "mean", "sum"))):
-        if value not in allowed:
-            raise ConfigError(f"pipeline: {name} {value!r} is not known; wanted one of {', '.join(map(repr, allowed))}")
     if hasattr(schedule, "_zeropp"):
         raise ConfigError("pipeline: the schedule was adopted already; adopt each schedule once")
     engine = _engine_of(stages)
     _check(engine)
-    reading = [[index for index, unit in enumerate(engine.units) if _reads(one.submod, unit)] for one in stages]
-    shared = {index for own in reading for index in own if sum(index in other for other in reading) > 1}
     mean = schedule.scale_grads if loss is None else loss == "mean"
-    for stage in stages:
-        stage.__class__ = Stage
-        stage._chunk = _Chunk(engine, stage, shared)
-    chunks = [stage._chunk for stage in stages]
     parts = schedule._n_microbatches if mean else 1
-    schedule._zeropp = _Step(engine, chunks, reduce == "each", parts)  # type: ignore[attr-defined]
+    schedule._zeropp = _Step(engine, _adopt(stages, engine), reduce == "each", parts)  # type: ignore[attr-defined]
     schedule.__class__ = _class_for(type(schedule))
     engine.core.require_pass()
     return schedule
+
+
+def _check_options(reduce: Any, loss: Any) -> None:
+    for name, value, allowed in (("reduce", reduce, ("last", "each")), ("loss", loss, (None, "mean", "sum"))):
+        if value not in allowed:
+            raise ConfigError(f"pipeline: {name} {value!r} is not known; wanted one of {', '.join(map(repr, allowed))}")
+
+
+def _adopt(stages: list[Any], engine: Engine) -> list[_Chunk]:
+    """Let the stages of a schedule tell their backwards; return what they tell it to."""
+    reading = [[index for index, unit in enumerate(engine.units) if _reads(one.submod, unit)] for one in stages]
+    shared = {index for own in reading for index in own if sum(index in other for other in reading) > 1}
+    for stage in stages:
+        stage.__class__ = Stage
+        stage._chunk = _Chunk(engine, stage, shared)
+    return [stage._chunk for stage in stages]
 
 
 def _stages_of(schedule: Any) -> list[Any]:
@@ -258,12 +266,8 @@ def stages(chunks: nn.Module, mesh: DeviceMesh) -> list[PipelineStage]:
     Raises:
         zeropp.ConfigError: a mesh of several dimensions, or chunks that were cut for another number of ranks.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(
-            f'stages: mesh is {what_it_is(mesh)}; wanted the one dimension of the pipeline, such as mesh["pp"]'
-        )
+    rank, ranks = place_in(mesh, "stages")
     parts = list(chunks) if isinstance(chunks, nn.ModuleList) else [chunks]
-    rank, ranks = mesh.get_local_rank(), mesh.size()
     indices = chunks.indices if isinstance(chunks, Chunks) else None
     indices = indices or stage_indices(rank, ranks, len(parts), "loop")
     device = engine_of(chunks).device

@@ -204,8 +204,9 @@ def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
     config, param_dtype = engine.config, _param_dtype(engine.config)
     install_triggers(model, engine, plans)
     engine.activations.install(model)
-    for entry in entries_of(model) if config.autocast_name is not None else []:
-        entry._compiled_call_impl = AutocastCall(entry, TORCH_DTYPES[config.autocast_name])
+    if config.autocast_name is not None:
+        for entry in entries_of(model):
+            entry._compiled_call_impl = AutocastCall(entry, TORCH_DTYPES[config.autocast_name])
     for unit in engine.trained:
         hook_unit(engine, unit)
     engine.params.refuse_training(model)
