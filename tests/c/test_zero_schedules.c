@@ -4,7 +4,8 @@
  * and computation happens late and in any order that streams and events allow, and memory that was given back is
  * poisoned. Some units are frozen, and are unfrozen before a later step or never. Each computation checks every element
  * of the unit it uses; each reduced gradient is compared with the exact sum, and so is the norm. Steps are of all three
- * kinds: after the backward, inside it, and delayed.
+ * kinds: after the backward, inside it, and delayed. In half of the schedules some units are of groups: ranks hold
+ * different ones, and those with the same partition them.
  *
  * Run: test_zero_schedules [schedules] [first seed]. A failure prints the seed, which repeats it.
  */
@@ -59,6 +60,8 @@ struct plan {
     size_t params[MAX_UNITS], elems[MAX_UNITS][MAX_PARAMS];
     int trained_from[MAX_UNITS]; /* the step with which a unit begins to be trained; STEPS: it never is */
     int micro_steps[STEPS];
+    int parts;               /* rank r holds part r % parts of the units in `spread`; 1: all ranks hold the same */
+    bool spread[MAX_UNITS];
     struct store_table store;
 };
 
@@ -71,7 +74,8 @@ struct rank_state {
     zpp_zero *zero;
     zpp_event *idle;
     float *expected[MAX_UNITS]; /* whole flat buffers */
-    double *sum[MAX_UNITS];     /* of all ranks' gradients of this step */
+    double *sums[MAX_UNITS][MAX_RANKS]; /* by part: of its ranks' gradients of this step */
+    double *sum[MAX_UNITS];             /* the one of this rank's part */
     double *unpublished[MAX_UNITS]; /* the same of the step before, where that is delayed */
     struct zpp_stepper stepper;
     zpp_step_in_backward *inside;
@@ -95,8 +99,10 @@ static void must(zpp_status status, const struct zpp_err *err, const char *what)
     REQUIRE(status == ZPP_OK, "%s: %s (%s)", what, err->text, zpp_status_name(status));
 }
 
-static float first_value(int unit, size_t elem) {
-    return (float)((unit * 1009 + (int)(elem % 997)) % 4096);
+static int parts_of(const struct plan *plan, int unit) { return plan->spread[unit] ? plan->parts : 1; }
+
+static float first_value(int unit, int part, size_t elem) {
+    return (float)((unit * 1009 + part * 501 + (int)(elem % 997)) % 4096);
 }
 
 /* A multiple of 12, so that the mean over 1..4 ranks is exact. Zero where this rank has no gradient. */
@@ -285,10 +291,12 @@ static void add_expected(struct rank_state *state, int step, int micro) {
         for (int rank = 0; rank < plan->ranks; rank++) {
             for (size_t param = 0; param < core->params; param++) {
                 if (!has_gradient(plan, rank, unit, param, step, micro)) continue;
-                state->present[unit][param] = true;
+                const int part = rank % parts_of(plan, unit);
+                state->present[unit][param] |= part == core->group->part;
                 for (size_t i = 0; i < core->param_elems[param]; i++) {
                     const size_t at = core->offset_elems[param] + i;
-                    state->sum[unit][at] += (double)gradient_of(rank, unit, at, step, micro) / plan->ranks;
+                    state->sums[unit][part][at] +=
+                        (double)gradient_of(rank, unit, at, step, micro) / plan->ranks;
                 }
             }
         }
@@ -296,7 +304,7 @@ static void add_expected(struct rank_state *state, int step, int micro) {
 }
 
 static size_t own_begin(const struct rank_state *state, const struct zpp_unit *core) {
-    return state->plan->stage == 0 ? 0 : (size_t)state->rank * core->shard_elems;
+    return state->plan->stage == 0 ? 0 : (size_t)core->group->rank * core->shard_elems;
 }
 
 static size_t own_elems(const struct rank_state *state, const struct zpp_unit *core) {
@@ -428,7 +436,10 @@ static void check_norm(struct rank_state *state) {
     must(zpp_norm_of_all(&state->stepper, norms, &patience, &err), &err, "norm");
     for (int unit = 0; unit < plan->units; unit++) {
         const size_t elems = zpp_zero_unit(state->zero, unit)->elems;
-        for (size_t i = 0; i < elems; i++) wanted += state->sum[unit][i] * state->sum[unit][i];
+        for (int part = 0; part < parts_of(plan, unit); part++) {
+            const double *sum = state->sums[unit][part];
+            for (size_t i = 0; i < elems; i++) wanted += sum[i] * sum[i];
+        }
     }
     const double found = zpp_norm_squares_of(norms, plan->units, plan->ranks);
     REQUIRE(found == wanted, "rank %d: squares %g of the gradients, not %g", state->rank, found, wanted);
@@ -515,7 +526,8 @@ static void train_step(struct rank_state *state, int number) {
     struct zpp_err err = ZPP_ERR_INIT;
     state->number = number;
     for (int unit = 0; unit < plan->units; unit++) {
-        memset(state->sum[unit], 0, zpp_zero_unit(state->zero, unit)->elems * sizeof(double));
+        for (int part = 0; part < parts_of(plan, unit); part++)
+            memset(state->sums[unit][part], 0, zpp_zero_unit(state->zero, unit)->elems * sizeof(double));
         memset(state->present[unit], 0, sizeof state->present[unit]);
         if (number && number == plan->trained_from[unit]) must(zpp_zero_unfreeze(state->zero, unit, &err), &err,
                                                                "unfreeze");
@@ -544,6 +556,18 @@ static void open_gradients(struct rank_state *state) {
     must(zpp_unit_file_open(zpp_zero_grad_file(state->zero), &file, true, &fault, &err), &err, "the file of gradients");
 }
 
+/* Return the number of the group of the units that are spread. */
+static int add_group(struct rank_state *state) {
+    const struct plan *plan = state->plan;
+    struct zpp_err err = ZPP_ERR_INIT;
+    int part_of[MAX_RANKS], index = 0;
+    if (plan->parts == 1) return 0;
+    for (int rank = 0; rank < plan->ranks; rank++) part_of[rank] = rank % plan->parts;
+    const struct zpp_group_spec spec = { .name = "experts", .part_of = part_of };
+    must(zpp_zero_add_group(state->zero, &spec, &index, &err), &err, "add group");
+    return index;
+}
+
 static void build(struct rank_state *state) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -566,6 +590,7 @@ static void build(struct rank_state *state) {
         must(zpp_zero_set_grads_fraction(state->zero, plan->grads_fraction, &err), &err, "gradients in a file");
     if (plan->backward_step) zpp_zero_pool_grads(state->zero);
     if (plan->exact_steps < STEPS) zpp_zero_delay_steps(state->zero);
+    const int group = add_group(state);
     for (int unit = 0; unit < plan->units; unit++) {
         char name[32];
         int index = -1;
@@ -579,7 +604,8 @@ static void build(struct rank_state *state) {
                                             .frozen_reserved = plan->grads_fraction <= 0.0,
                                             .place = plan->stage == 3 && plan->ranks > 1 ? split : ZPP_PLACE_WHOLE,
                                             .grad_dtype = ZPP_F32,
-                                            .wire_dtype = plan->narrow ? ZPP_BF16 : ZPP_F32 };
+                                            .wire_dtype = plan->narrow ? ZPP_BF16 : ZPP_F32,
+                                            .group = plan->spread[unit] ? group : 0 };
         must(zpp_zero_add_unit(state->zero, &spec, &index, &err), &err, "add unit");
     }
     must(zpp_zero_seal(state->zero, &err), &err, "seal");
@@ -593,10 +619,14 @@ static void fill(struct rank_state *state) {
         struct zpp_unit *core = zpp_zero_unit(state->zero, unit);
         if (zpp_unit_bytes(core) > state->block_bytes) state->block_bytes = zpp_unit_bytes(core);
         state->expected[unit] = calloc(core->elems, sizeof(float));
-        state->sum[unit] = calloc(core->elems, sizeof(double));
-        REQUIRE(state->expected[unit] && state->sum[unit], "no memory");
-        for (size_t i = 0; i < core->elems; i++) state->expected[unit][i] = first_value(unit, i);
-        memcpy(core->shard, state->expected[unit] + (size_t)state->rank * core->shard_elems,
+        for (int part = 0; part < core->group->parts; part++) {
+            state->sums[unit][part] = calloc(core->elems, sizeof(double));
+            REQUIRE(state->sums[unit][part], "no memory");
+        }
+        state->sum[unit] = state->sums[unit][core->group->part];
+        REQUIRE(state->expected[unit], "no memory");
+        for (size_t i = 0; i < core->elems; i++) state->expected[unit][i] = first_value(unit, core->group->part, i);
+        memcpy(core->shard, state->expected[unit] + (size_t)core->group->rank * core->shard_elems,
                core->shard_elems * sizeof(float));
         if (core->place == ZPP_PLACE_WHOLE) memcpy(core->whole, state->expected[unit], core->elems * sizeof(float));
         if (state->delayed) make_master(state, unit);
@@ -612,7 +642,7 @@ static void dismantle(struct rank_state *state) {
         zpp_device_free(state->device, state->free_blocks[--state->free_count], state->block_bytes);
     for (int unit = 0; unit < state->plan->units; unit++) {
         free(state->expected[unit]);
-        free(state->sum[unit]);
+        for (int part = 0; part < MAX_RANKS; part++) free(state->sums[unit][part]);
     }
     drop_stepper(state);
     zpp_event_destroy(state->idle);
@@ -661,6 +691,9 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
     plan->exact_steps = STEPS;
     if (plan->stage > 0 && !plan->backward_step && next_random(random) % 2)
         plan->exact_steps = (int)(next_random(random) % 2);
+    plan->parts = next_random(random) % 2 ? 1 : plan->ranks; /* groups of one rank, or */
+    if (plan->ranks == 4 && plan->parts == 4 && next_random(random) % 2) plan->parts = 2; /* ... of two */
+    for (int unit = 0; unit < plan->units; unit++) plan->spread[unit] = plan->parts > 1 && next_random(random) % 2;
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
 }
 

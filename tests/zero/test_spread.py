@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
+from disk import scratch
 from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
 from zeropp.zero.model.spread import Spread
@@ -181,6 +182,33 @@ def test_shards_alone() -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_accumulate(stage: int) -> None:
     trains_as_one(2, {"stage": stage, "accumulate": 3})
+
+
+@on_ranks(2, 4)
+def test_files() -> None:
+    """Gradients and states of a rank's own experts are in its own files."""
+    with scratch() as path:
+        for kinds in ({"optimizer": "nvme"}, {"grads": "nvme", "optimizer": "nvme"}):
+            trains_as_one(2, {"stage": 3, "host_copy": "off", "offload": zeropp.Offload(path=path, **kinds)})
+
+
+@on_ranks(4)
+def test_delayed_update() -> None:
+    """Steps are one late, with the gradients of one process: its values after n steps are those here after n + 1."""
+    torch.manual_seed(0)
+    model, optimizer = _prepared(2, {"stage": 2, "offload": zeropp.Offload(optimizer="cpu", delayed_update=0)})
+    plain = _model()
+    adam = torch.optim.AdamW(plain.parameters(), lr=LR)
+    x = torch.cat([_batch(0, rank) for rank in range(4)])
+    (plain(x) ** 2).mean().backward()
+    adam.step()
+    for _ in range(2):  # the second step publishes what the first one made, from the same values
+        (model(_batch(0, dist.get_rank())) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    got_values = {name: value.clone() for name, value in _whole(model, 2).items()}
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(got_values[name], value.detach(), rtol=1e-3, atol=2e-4)
 
 
 @on_ranks(4)
