@@ -51,23 +51,17 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        whole("MoE.num_experts", num_experts, 1, "experts")
-        whole("MoE.ep_size", ep_size, 1, "ranks that hold different experts")
-        if num_experts % ep_size:
-            raise wrong("MoE.ep_size", ep_size, f"a divisor of num_experts = {num_experts}")
-        if noisy_gate_policy not in _NOISE:
-            raise wrong("MoE.noisy_gate_policy", noisy_gate_policy, "None, 'Jitter' or 'RSample'")
-        if enable_expert_tensor_parallelism:
-            raise wrong("MoE.enable_expert_tensor_parallelism", True, "False")
+        _check(num_experts, ep_size, noisy_gate_policy, enable_expert_tensor_parallelism)
         if use_tutel:
             warnings.warn(
                 "deepspeed.moe.layer.MoE: use_tutel has no meaning here; zeropp's kernels route the tokens",
                 stacklevel=2,
             )
+        factors = (capacity_factor, eval_capacity_factor) if drop_tokens else (None, None)
         noise = _NOISE[noisy_gate_policy]
         gate = gates.Gate(
-            capacity=capacity_factor if drop_tokens else None,
-            eval_capacity=eval_capacity_factor if drop_tokens else None,
+            capacity=factors[0],
+            eval_capacity=factors[1],
             least=max(1, min_capacity),
             drop=_drop(k, use_rts) if drop_tokens else "order",
             noise=noise if k == 1 or noise == "jitter" else None,  # theirs samples top-1's logits alone
@@ -107,6 +101,17 @@ class MoE(nn.Module):
         for part in parts:
             values = [state.pop(f"{each}{e}.{part}") for e in range(self.num_experts) if f"{each}{e}.{part}" in state]
             state[f"{prefix}deepspeed_moe.experts.{part.replace('.', '_')}"] = torch.stack(values)
+
+
+def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None, expert_tensor_parallelism: bool) -> None:
+    whole("MoE.num_experts", num_experts, 1, "experts")
+    whole("MoE.ep_size", ep_size, 1, "ranks that hold different experts")
+    if num_experts % ep_size:
+        raise wrong("MoE.ep_size", ep_size, f"a divisor of num_experts = {num_experts}")
+    if noisy_gate_policy not in _NOISE:
+        raise wrong("MoE.noisy_gate_policy", noisy_gate_policy, "None, 'Jitter' or 'RSample'")
+    if expert_tensor_parallelism:
+        raise wrong("MoE.enable_expert_tensor_parallelism", True, "False")
 
 
 def _drop(k: int, use_rts: bool) -> Any:
