@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zeropp.errors import ConfigError
 from zeropp.moe.exchange import Exchange, combine, dispatch
 from zeropp.moe.layer import Experts
+from zeropp.moe.products import swiglu_experts
 
 NAME = "zeropp"
 DISPATCHES = "ep_dispatch_experts"
@@ -129,7 +130,9 @@ class ExpertsForward:
             weights = weights.repeat_interleave(self.slices, 1)
         with local_experts(module, self.experts // self.exchange.ranks, self.local):
             rows, plan = dispatch(hidden, index, self.experts, exchange=self.exchange, layer=self.layer)
-            return combine(outputs_of(module, self._compute, rows, plan.ends), plan, weights).to(hidden.dtype)
+            return combine(outputs_of(module, self._compute, rows, plan.ends, self.exchange), plan, weights).to(
+                hidden.dtype
+            )
 
     def _compute(self, *given: Tensor) -> Tensor:
         return self._inner(*given) if self._bound else self._inner(self._module(), *given)
@@ -149,7 +152,9 @@ def local_experts(module: nn.Module, experts: int, local: Mapping[str, nn.Parame
         module.num_experts = count
 
 
-def outputs_of(module: nn.Module, compute: Callable[..., Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+def outputs_of(
+    module: nn.Module, compute: Callable[..., Tensor], rows: Tensor, ends: Tensor, exchange: Exchange | None = None
+) -> Tensor:
     """Return the outputs of a module's experts, (N, H), for rows that are grouped by expert; differentiable.
 
     Args:
@@ -157,6 +162,7 @@ def outputs_of(module: nn.Module, compute: Callable[..., Tensor], rows: Tensor, 
         compute: its forward.
         rows: (N, H).
         ends: (E,) int32: the row at which each expert's rows end.
+        exchange: which takes the outputs back to the tokens.
     """
     count = rows.shape[0]
     if not count:  # the gradients of experts without a token are zeros on this rank too, as in one process
@@ -164,7 +170,7 @@ def outputs_of(module: nn.Module, compute: Callable[..., Tensor], rows: Tensor, 
     if isinstance(module, Experts):
         outputs = module.grouped(rows, ends)
     elif getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME:
-        outputs = grouped(module, rows, ends)
+        outputs = grouped(module, rows, ends, exchange)
     else:
         outputs = compute(rows, _experts_of(rows, ends).unsqueeze(1), rows.new_ones(rows.shape[0], 1))
     return outputs[:count]
@@ -175,14 +181,27 @@ def _experts_of(rows: Tensor, ends: Tensor) -> Tensor:
     return torch.searchsorted(ends.long(), torch.arange(rows.shape[0], device=rows.device), right=True)
 
 
-def grouped(module: nn.Module, rows: Tensor, ends: Tensor) -> Tensor:
+def grouped(module: nn.Module, rows: Tensor, ends: Tensor, exchange: Exchange | None = None) -> Tensor:
     """Return what :func:`outputs_of` does, by a product over all experts, of a module with the flags of transformers'
-    ``use_experts_implementation``."""
+    ``use_experts_implementation``; gated experts with SiLU go through one expert after the other."""
     found: Any = module
+    if _is_swiglu(found, rows):
+        return swiglu_experts(rows, ends, found.gate_up_proj, found.down_proj, exchange=exchange)
     kind = "gate_up_proj" if found.has_gate else "up_proj"
     inner = _product(found, kind, rows, ends)
     outputs = _product(found, "down_proj", found._apply_gate(inner) if found.has_gate else found.act_fn(inner), ends)
     return found.post_expert_norm(outputs) if found.has_post_expert_norm else outputs
+
+
+def _is_swiglu(module: Any, rows: Tensor) -> bool:
+    """Return True for experts silu(x G) * (x U) D on the cpu, without biases and with nothing behind them."""
+    if torch.compiler.is_compiling() or not rows.is_cpu or not module.has_gate:
+        return False
+    if module.has_bias or module.is_transposed or not module.is_concatenated or module.has_post_expert_norm:
+        return False
+    plain = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
+    same = {rows.dtype} == {module.gate_up_proj.dtype, module.down_proj.dtype}
+    return plain and same and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
 def _product(module: Any, key: str, rows: Tensor, ends: Tensor) -> Tensor:
@@ -231,4 +250,6 @@ class EpImplementation:
         module: Any = self._module()
         experts = module.num_experts * self._exchange.ranks
         rows, plan = dispatch(hidden, index, experts, exchange=self._exchange, layer=self._layer)
-        return combine(outputs_of(module, self._forward, rows, plan.ends), plan, weights).to(hidden.dtype)
+        return combine(outputs_of(module, self._forward, rows, plan.ends, self._exchange), plan, weights).to(
+            hidden.dtype
+        )
