@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from zeropp.config.values import whole, wrong
 from zeropp.errors import ConfigError, what_it_is
 from zeropp.moe.gate import Gate, Router, Routes
+from zeropp.moe.products import swiglu_experts
 from zeropp.ops.checks import FLOATS
 from zeropp.ops.moe import moe_combine, moe_dispatch, moe_plan, swiglu
 
@@ -128,11 +129,23 @@ class Experts(nn.Module):
                 f"None, or use a module without buffers (this rank has {len(ends)} experts, and tensors of {counts})"
             )
         parts = [0, *ends.tolist()]
+        if self._are_fused(rows):
+            both: Any = (self.gate_up_proj, self.down_proj)
+            return swiglu_experts(rows[: parts[-1]], ends, *both)
         made = [
             self._one(rows[parts[e] : parts[e + 1]], {name: stack[e] for name, stack in stacks.items()})
             for e in range(len(ends))
         ]
         return torch.cat(made)
+
+    def _are_fused(self, rows: Tensor) -> bool:
+        """Return whether these are SwiGLU experts of the rows' type in host memory, whose products need no memory between them."""
+        return (
+            isinstance(self._template[0], SwiGLU)
+            and rows.device.type == "cpu"
+            and rows.dtype == self.gate_up_proj.dtype
+            and not torch.is_autocast_enabled("cpu")
+        )
 
     def _one(self, rows: Tensor, values: dict[str, Tensor]) -> Tensor:
         if not len(rows):
