@@ -21,8 +21,15 @@ def call(command: list[str], **variables: str) -> str:
     return done.stdout
 
 
-def debian_package(name: str, architecture: str, folder: Path) -> Path:
-    """Download a package of another architecture without root: apt keeps what it needs to know in ``folder``."""
+KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
+SOURCES = "deb [signed-by={keys}] http://deb.debian.org/debian {suite} main\n"
+
+
+def debian_package(name: str, architecture: str, folder: Path, suite: str = "") -> Path:
+    """Download a package of another architecture without root: apt keeps what it needs to know in ``folder``.
+
+    ``suite`` names another release of Debian than this machine's, such as "bullseye".
+    """
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     (folder / "status").touch()
@@ -31,19 +38,22 @@ def debian_package(name: str, architecture: str, folder: Path) -> Path:
         "APT::Architecture": architecture, "APT::Architectures": architecture, "APT::Sandbox::User": "root",
     }  # fmt: skip
     apt = ["apt-get", "-qq", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
+    if suite:
+        (folder / "sources.list").write_text(SOURCES.format(keys=KEYS, suite=suite), encoding="utf-8")
+        apt += ["-o", f"Dir::Etc::SourceList={folder / 'sources.list'}", "-o", "Dir::Etc::SourceParts=/dev/null"]
     call([*apt, "update"])
     subprocess.run([*apt, "download", name], cwd=folder, check=True)
     return next(folder.glob(f"{name}_*_{architecture}.deb"))
 
 
-def unpacked(name: str, machine: str, folder: Path) -> Path:
+def unpacked(name: str, machine: str, folder: Path, suite: str = "") -> Path:
     """Download a package of another architecture and unpack it in ``folder``; return the folder of its files."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         sys.exit(
             f"{name} of {machine} comes from Debian, and there is no apt-get and dpkg-deb here; for liburing, "
             "ZEROPP_LIBURING may name a folder with MACHINE/include and MACHINE/liburing.a"
         )
-    package = debian_package(name, DEBIAN[machine], folder / "apt")
+    package = debian_package(name, DEBIAN[machine], folder / "apt", suite)
     call(["dpkg-deb", "-x", str(package), str(folder / "files")])
     return folder / "files"
 
@@ -68,13 +78,13 @@ def liburing(machine: str) -> Path:
     return made
 
 
-def sysroot(machine: str) -> Path:
-    """Return a folder with the C library of that architecture, for programs that an emulator runs."""
-    made = ROOT / "build" / "sysroot" / machine
+def sysroot(machine: str, suite: str = "") -> Path:
+    """Return a folder with the C library of that architecture, of this release of Debian or of another one."""
+    made = ROOT / "build" / "sysroot" / (f"{machine}-{suite}" if suite else machine)
     if not (made / "done").exists():
         shutil.rmtree(made, ignore_errors=True)
         for package in ("libc6", "libgcc-s1"):
-            files = unpacked(package, machine, made / "work")
+            files = unpacked(package, machine, made / "work", suite)
         shutil.copytree(files, made, symlinks=True, dirs_exist_ok=True)
         shutil.rmtree(made / "work")
         (made / "done").touch()

@@ -12,6 +12,7 @@ Nothing is pushed and nothing is uploaded: the last lines say how.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -62,9 +63,10 @@ def try_wheel(wheel: Path, python: str, folder: Path) -> str:
     """Install a wheel in an empty environment, run the quickstart away from this tree; return where zeropp came from."""
     made = str(empty_environment(python, folder))
     call([made, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel)])
-    code = "import zeropp, sys; print(zeropp.__file__); sys.path.insert(0, ''); import runpy; "
+    code = "import zeropp, runpy; print(zeropp.__file__); "
     code += f"runpy.run_path({str(ROOT / 'examples' / 'quickstart.py')!r}, run_name='__main__')"
-    done = subprocess.run([made, "-c", code], cwd=folder, capture_output=True, text=True, timeout=1800)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([made, "-c", code], cwd=folder, env=variables, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         sys.exit(f"{wheel.name}: the quickstart fails in an empty environment\n{done.stdout}{done.stderr}")
     origin = done.stdout.splitlines()[0]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -106,6 +107,15 @@ def test_loads_in_other_pythons(unpacked: Path) -> None:
         assert re.fullmatch(r"[\d.]+ (scalar|avx2|avx512|neon)", lines[0]), (python, lines)
         if len(lines) > 1:  # no torch there
             assert "torch" in lines[1], (python, lines)
+
+
+def test_a_cpu_without_avx2_takes_plain_c(unpacked: Path) -> None:
+    emulator = shutil.which("qemu-x86_64-static")
+    if not emulator or platform.machine() != "x86_64":
+        pytest.skip("an emulator of x86-64 on x86-64 is wanted: apt-get install qemu-user-static")
+    python = Path(sys.executable).resolve()
+    module = unpacked / "zeropp" / "_C.abi3.so"
+    assert call(emulator, "-cpu", "Nehalem", python, "-S", "-c", LOAD, module).split()[1] == "scalar"
 
 
 def test_import_without_torch_says_what_to_install(unpacked: Path) -> None:

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +60,28 @@ def test_two_builds_of_one_commit_have_equal_bytes(root: Path, tmp_path: Path) -
     if changed:
         subprocess.run(["git", "apply", "--index"], cwd=copy, input=changed, check=True)
     assert make(copy, tmp_path / "second", "x86_64") == first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_c_code_runs_with_an_old_c_library(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Debian 11's glibc 2.31. Its Python is too old for the wheel, so C programs run in the wheel's place."""
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    if platform.machine() != "x86_64" or not shutil.which("apt-get"):
+        pytest.skip("the C library of Debian 11 for x86-64 comes by apt-get")
+    from debian import liburing, sysroot
+
+    libraries = sysroot("x86_64", "bullseye") / "lib" / "x86_64-linux-gnu"
+    variables = {
+        "ZEROPP_TARGET": "x86_64-linux-gnu.2.28",
+        "ZEROPP_LIBURING": str(liburing("x86_64")),
+        "ZEROPP_EMULATOR": f"{libraries / 'ld-2.31.so'} --library-path {libraries}",
+    }
+    done = subprocess.run(
+        [sys.executable, "tests/c/run.py", "--only", "test_ops_adam", "test_comm_p2p", "test_aio_engine"],
+        cwd=root, env={**os.environ, **variables}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "3 passed, 0 failed", done.stdout + done.stderr
 
 
 @pytest.mark.slow
