@@ -219,3 +219,26 @@ def test_products_in_memory_that_is_used_again(case: str, ranks: int) -> None:
         torch.testing.assert_close(mine.double(), want, rtol=BOUND, atol=BOUND * scale)
     with pytest.raises(ValueError, match=r"zeropp.moe.swiglu_experts: rows \(\d+, 24\)"):
         swiglu_experts(rows, plan.ends, leaves[3], leaves[2])
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(1024, torch.float32), (1001, torch.float32), (2050, torch.bfloat16)])
+def test_large_rows_go_around_the_cache_in_several_threads(width: int, dtype: torch.dtype) -> None:
+    from zeropp import moe
+
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        x = torch.randn(2500, width, dtype=dtype, requires_grad=True)
+        chosen, weights = torch.rand(2500, 6).topk(2, 1)[1], torch.rand(2500, 2)
+        rows, plan = moe.dispatch(x, chosen, 6)
+        order = torch.argsort(chosen.flatten(), stable=True)
+        assert torch.equal(rows, x[order // 2])
+        y = moe.combine(rows, plan, weights)
+        (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    finally:
+        torch.set_num_threads(threads)
+    factor = weights.sum(1, keepdim=True)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.float(), factor * x.detach().float(), rtol=2 * eps, atol=2 * eps)
+    torch.testing.assert_close(grad.float(), factor.expand_as(grad), rtol=4 * eps, atol=4 * eps)
