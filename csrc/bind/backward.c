@@ -328,8 +328,11 @@ static void refuse_late(const Unit *unit, Py_ssize_t param) {
     zpp_py_raise(&err);
 }
 
-/* The address of a dense, contiguous gradient; `*grad` is replaced by a contiguous copy where it is neither. */
+/* The address of a dense, contiguous gradient; `*grad` is replaced by a contiguous copy where it is neither, and by its
+ * local tensor where it is a DTensor. */
 static void *gradient_address(PyObject **grad, Unit *unit, Py_ssize_t param) {
+    *grad = zpp_py_local_of(unit, *grad);
+    if (!*grad) return NULL;
     PyObject *flag = PyObject_CallMethodObjArgs(*grad, zpp_str_is_contiguous, NULL);
     if (flag != Py_True) { /* sparse layouts have no contiguity, or cannot be made so */
         PyObject *copy = flag ? PyObject_CallMethodObjArgs(*grad, zpp_str_contiguous, NULL) : NULL;
@@ -404,7 +407,7 @@ static int reduce_gradient(Unit *unit, Py_ssize_t index, PyObject *param, PyObje
     int failed = !from && unit->unit->param_elems[index] ? -1 : hand_over(unit, index, from, partial);
     if (PyErr_Occurred()) failed = -1;
     if (!failed) failed = replace_grad(unit, index, param, original);
-    Py_DECREF(grad);
+    Py_XDECREF(grad);
     if (unit->zero->stage > 0) took_gradient(unit, index);
     return failed || zpp_py_backward_step_gradient(unit, index, partial) || after_gradient(unit) ? -1 : 0;
 }

@@ -39,7 +39,7 @@ void zpp_py_drop_grads(Unit *unit) {
 
 /* Hold p.grad of one parameter, as a dense and contiguous tensor. Return 1 if it has one, 0 if not, -1 on errors. */
 static int hold_gradient(Unit *unit, Py_ssize_t i) {
-    PyObject *grad = PyObject_GetAttr(unit->params[i], zpp_str_grad);
+    PyObject *grad = zpp_py_local_of(unit, PyObject_GetAttr(unit->params[i], zpp_str_grad));
     if (!grad) return -1;
     if (grad == Py_None) {
         Py_DECREF(grad);

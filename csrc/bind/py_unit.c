@@ -129,6 +129,13 @@ int zpp_py_call(PyObject *callable) {
     return done ? 0 : -1;
 }
 
+PyObject *zpp_py_local_of(const Unit *unit, PyObject *tensor) {
+    if (!unit->is_dtensor || !tensor || tensor == Py_None) return tensor;
+    PyObject *local = PyObject_GetAttr(tensor, zpp_str_local_tensor);
+    Py_DECREF(tensor);
+    return local;
+}
+
 const char *zpp_py_param_words(const Unit *unit, Py_ssize_t param, char *text, size_t capacity) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);

@@ -14,7 +14,7 @@
 #include "py_comm.h"
 
 PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
-    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
+    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous, *zpp_str_local_tensor;
 
 static PyTypeObject *unit_type;
 
@@ -74,6 +74,12 @@ static PyObject *unit_pin(PyObject *self, PyObject *arg) {
     const long by = PyLong_AsLong(arg);
     if (by == -1 && PyErr_Occurred()) return NULL;
     unit->unit->pins += (int)by;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_set_copy(PyObject *self, PyObject *unused) {
+    (void)unused;
+    ((Unit *)self)->unit->is_copy = true;
     Py_RETURN_NONE;
 }
 
@@ -173,6 +179,7 @@ static PyMethodDef unit_methods[] = {
     { "auto", unit_auto, METH_NOARGS,
       "Gather for an operation that reads a released parameter; released when its backward ends." },
     { "pin", unit_pin, METH_O, "pin(+1) keeps the unit whole until pin(-1)." },
+    { "set_copy", unit_set_copy, METH_NOARGS, "Other ranks of the job have the same parameters, and count them." },
     { "release", unit_release, METH_NOARGS, "Release, unless something still needs it." },
     { "keep_shard", unit_keep_shard, METH_NOARGS, "Take this rank's shard out of the gathered copy." },
     { "grad_hook", unit_grad_hook, METH_O, "The callable for parameter i's post-accumulate-grad hook." },
@@ -480,7 +487,8 @@ static PyObject *zero_bind_unit(PyObject *self, PyObject *args) {
                    .grad_refs = calloc(capacity, sizeof(PyObject *)),
                    .plain = Py_NewRef(plain),
                    .released = released == Py_None ? NULL : Py_NewRef(released),
-                   .is_plain = true};
+                   .is_plain = true,
+                   .is_dtensor = PyObject_HasAttrString(plain, "_local_tensor")};
     if (!unit->params || !unit->grad_refs) {
         Py_DECREF(unit);
         return PyErr_NoMemory();
@@ -590,7 +598,7 @@ static int intern_names(void) {
                   { &zpp_str_data_ptr, "data_ptr" },         { &zpp_str_forward, "forward" },
                   { &zpp_str_grad_fn, "grad_fn" },           { &zpp_str_backward_hooks, "_backward_hooks" },
                   { &zpp_str_contiguous, "contiguous" },     { &zpp_str_register_hook_dict, "_register_hook_dict" },
-                  { &zpp_str_is_contiguous, "is_contiguous" } };
+                  { &zpp_str_is_contiguous, "is_contiguous" }, { &zpp_str_local_tensor, "_local_tensor" } };
     for (size_t k = 0; k < sizeof names / sizeof names[0]; k++)
         if (!(*names[k].at = PyUnicode_InternFromString(names[k].name))) return -1;
     return 0;

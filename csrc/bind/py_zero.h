@@ -35,6 +35,7 @@ typedef struct Unit {
     PyObject *plain, *released; /* classes; released NULL: never swapped */
     PyObject *grad_views; /* stage 0: list of tensors over the bucket; else NULL */
     bool is_plain;
+    bool is_dtensor;     /* its parameters are DTensors, whose memory is that of their _local_tensor */
     const unsigned char *bound; /* the address that its parameters are views of */
     size_t got;          /* gradients that came in this backward */
     PyObject **grad_refs; /* [count]; keeps local gradients alive, see py_step.c */
@@ -135,7 +136,8 @@ struct Zero {
 
 /* Interned attribute names, made once. */
 extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
-    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous;
+    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous,
+    *zpp_str_local_tensor;
 
 /* py_unit.c: below all the others */
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait);
@@ -152,6 +154,9 @@ PyObject *zpp_py_raise_zero(const Zero *zero, const struct zpp_err *err);
 bool zpp_py_backward_runs(Zero *zero, long *task); /* torch's graph task id; false outside, or with an error set */
 int zpp_py_call(PyObject *callable);                         /* without arguments; 0, or -1 with an error set */
 int zpp_py_grad_mode(Zero *zero);                            /* 1, 0, or -1 with an error set */
+/* Replace a DTensor by this rank's part of it; anything else, NULL too, stays. Takes the reference; NULL with an error
+ * set. */
+PyObject *zpp_py_local_of(const Unit *unit, PyObject *tensor);
 void zpp_py_refuse_sparse(const Unit *unit, Py_ssize_t param); /* sets the error */
 /* A parameter for messages: 'e.weight', in quotes. Returns `text`; keeps an exception that is set. */
 enum { ZPP_PARAM_WORDS = 240 };

@@ -26,7 +26,12 @@ static int unit_of_tensor(Zero *zero, PyObject *tensor) {
     }
     const void *pointer = PyLong_AsVoidPtr(address);
     Py_DECREF(address);
-    return zpp_zero_find(zero->core, pointer);
+    if (pointer) return zpp_zero_find(zero->core, pointer);
+    PyObject *local = PyObject_GetAttr(tensor, zpp_str_local_tensor); /* a DTensor's own address is 0 */
+    if (!local) PyErr_Clear();
+    const int unit = local && local != tensor ? unit_of_tensor(zero, local) : -1;
+    Py_XDECREF(local);
+    return unit;
 }
 
 /* A tensor in a unit is saved as it is: it costs nothing once the unit is released. (chain, unit, tensor) marks it. */

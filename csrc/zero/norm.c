@@ -252,10 +252,12 @@ void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces) {
     *pieces = (struct zpp_norm_pieces){0};
 }
 
-double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ranks) {
+double zpp_norm_squares_of(const struct zpp_stepper *stepper, const struct zpp_shard_norm *norms) {
+    const int units = stepper->units_count, ranks = zpp_zero_ranks(stepper->zero);
     double squares = 0.0;
     for (int unit = 0; unit < units; unit++)
-        for (int rank = 0; rank < ranks; rank++) squares += norms[rank * units + unit].squares;
+        for (int rank = 0; rank < ranks && !stepper->units[unit].unit->is_copy; rank++)
+            squares += norms[rank * units + unit].squares;
     return squares;
 }
 
@@ -263,7 +265,7 @@ zpp_status zpp_norm_of_job(const struct zpp_stepper *stepper, const struct zpp_s
                            struct zpp_job_norm *out, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_zero *zero = stepper->zero;
     const int units = stepper->units_count, ranks = zpp_zero_ranks(zero), job_ranks = zpp_zero_job_ranks(zero);
-    struct zpp_job_norm own = {.squares = zpp_norm_squares_of(norms, units, ranks)};
+    struct zpp_job_norm own = {.squares = zpp_norm_squares_of(stepper, norms)};
     for (int at = 0; at < units * ranks; at++) own.bad += norms[at].bad_param >= 0;
     *out = own;
     if (!zpp_zero_has_job(zero)) return ZPP_OK;

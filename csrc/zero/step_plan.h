@@ -194,8 +194,8 @@ struct zpp_norm_pieces {
 zpp_status zpp_norm_pieces_make(const struct zpp_stepper *stepper, struct zpp_norm_pieces *out, struct zpp_err *err);
 void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces); /* all zero is fine */
 
-/* The sum of `squares`, in the order that this file promises. */
-double zpp_norm_squares_of(const struct zpp_shard_norm *norms, int units, int ranks);
+/* The sum of `squares` of the units that are no copies, in the order that this file promises. */
+double zpp_norm_squares_of(const struct zpp_stepper *stepper, const struct zpp_shard_norm *norms);
 
 /* What the data ranks measured, added over the job. */
 struct zpp_job_norm {

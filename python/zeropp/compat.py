@@ -90,6 +90,7 @@ TRAINED_DTYPE = "dtype of a trained parameter"
 UNFREEZING = "unfreezing a parameter"
 FROZEN_MODEL = "a model frozen and without an optimizer in prepare"
 JOB = "a model on some ranks of a job"
+CUT = "parameters that are DTensors"
 SPREAD = "modules whose parameters differ between ranks"
 ANOTHER = "another optimizer for a prepared model"
 
@@ -174,6 +175,12 @@ def _of_jobs() -> Iterator[Row]:
               "ranks read the memory of the others that hold the same parameters", "use one host")
     yield Row(SPREAD, MORE_THAN_ONE, "Config.offload.params.kind", these("nvme"),
               "the ranks of a host share one file of parameters", "leave it on 'device'")
+    yield Row(CUT, YES, OPTIMIZER, kinds("LAMB", "Muon"),
+              "its step needs whole tensors, and a rank has a part of them", "use an element-wise optimizer such as AdamW")
+    yield Row(CUT, YES, "Config.offload.params.kind", these("nvme"),
+              "their local tensors are not loaded from a file yet", "leave it on 'device'")
+    yield Row(CUT, YES, "Precision.stored", GIVEN,
+              "rounded weights are read by zeropp's own modules", "leave it out")
     yield Row(JOB, MORE_THAN_ONE, OPTIMIZER, kinds(*ONE_BIT),
               "its own sums are over the ranks that have the model, and the norm is of all", "use AdamW")
     yield Row(JOB, MORE_THAN_ONE, "Config.comm.secondary_shard", other_than(0),

@@ -94,12 +94,13 @@ class JobState:
 
     def _own_pieces(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield (name, what this rank says of a parameter, with its piece where it is to give it)."""
-        layout, gives = self._layout, self._engine.stage > 0 or self._layout.is_first
+        layout = self._layout
         for unit in self._engine.units:
+            gives = self._engine.stage > 0 or layout.is_first(unit)
             found = {index: (first, elems) for index, first, elems in unit.pieces()}
             for index, entry in enumerate(unit.params):
                 pieces = []
-                if gives and index in found and layout.writes(entry):
+                if gives and index in found and layout.writes(unit, entry):
                     begin = unit.begin_elems + found[index][0] - entry.offset_elems
                     pieces.append((layout.part(entry), begin, begin + found[index][1]))
                 shape = list(entry.held.whole)

@@ -40,11 +40,11 @@ def job_of(engine: Engine) -> Ranks:
 
 @dataclass
 class Layout:
-    """The parts of every parameter of a job. Equal on all ranks but for ``rank`` and ``group``."""
+    """The parts of every parameter of a job. Equal on all ranks but for ``rank`` and ``firsts``."""
 
     rank: int
-    group: list[int]
-    """The ranks that this rank's units are cut over, as the job numbers them."""
+    firsts: list[int]
+    """By unit: the first of the ranks that it is cut over, as the job numbers them."""
     parts: dict[str, Parts] = field(default_factory=dict)
     """By the first name of a parameter: the different parts that ranks hold."""
     writers: dict[str, list[int]] = field(default_factory=dict)
@@ -53,17 +53,21 @@ class Layout:
     """The rank that writes each buffer."""
 
     @property
-    def is_first(self) -> bool:
-        """True on the first rank of a group."""
-        return self.rank == self.group[0]
+    def describes(self) -> bool:
+        """True on the first rank of any group."""
+        return self.rank in self.firsts
+
+    def is_first(self, unit: Unit) -> bool:
+        """True on the first of the ranks that a unit is cut over."""
+        return self.firsts[unit.index] == self.rank
 
     def part(self, entry: Entry) -> int:
         """Return the number of the part that this rank has of a parameter."""
         return self.parts[entry.names[0]].index(entry.held)
 
-    def writes(self, entry: Entry) -> bool:
-        """True if this rank's group writes its part of a parameter."""
-        return self.writers[entry.names[0]][self.part(entry)] == self.group[0]
+    def writes(self, unit: Unit, entry: Entry) -> bool:
+        """True if the ranks that a unit is cut over write its part of a parameter."""
+        return self.writers[entry.names[0]][self.part(entry)] == self.firsts[unit.index]
 
 
 def layout_of(engine: Engine, model: nn.Module, what: str) -> Layout:
@@ -74,11 +78,13 @@ def layout_of(engine: Engine, model: nn.Module, what: str) -> Layout:
             different shapes; names the parameter. On every rank.
     """
     job = job_of(engine)
-    group = [int(rank) for rank in Ranks(engine).exchange(job.rank)]
-    layout = Layout(job.rank, group)
+    numbers = [job.rank] if job.comm is None else list(job.comm.job_ranks)
+    firsts = [job.rank if unit.comm is None else numbers.index(unit.comm.job_ranks[0]) for unit in engine.units]
+    layout = Layout(job.rank, firsts)
     mine: dict[str, Any] = {"parameters": {}, "buffers": []}
-    if layout.is_first:
-        mine["parameters"] = {entry.names[0]: _described(entry.held) for _, entry in entries_of(engine)}
+    if layout.describes:
+        own = ((unit, entry) for unit, entry in entries_of(engine) if layout.is_first(unit))
+        mine["parameters"] = {entry.names[0]: _described(entry.held) for _, entry in own}
         mine["buffers"] = [name for name, _ in loose_tensors(model)]
     for rank, one in enumerate(job.exchange(mine)):
         for name, described in one["parameters"].items():

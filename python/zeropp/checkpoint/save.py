@@ -133,7 +133,7 @@ def save(
         """Write this rank's part, or copy it to memory."""
         engine.strategy.check_saved(engine)
         pieces, part = _describe_rank(engine, layout, optimizer, loader, left_out)
-        if layout.is_first:
+        if layout.describes:
             pieces += _common_pieces(engine, layout, model, optimizer, part, left_out)
         if ranks.rank == 0:
             pieces += _user_pieces(scheduler, extra, part)
@@ -298,8 +298,8 @@ def _describe_rank(
     loose: dict[str, torch.Tensor] = {}
     part: dict[str, Any] = {"pieces": [], "steps": {}, "random": random_state.collect(loose)}
     pieces: list[Piece] = []
-    if engine.stage > 0 or layout.is_first:  # at stage 0 every rank of a group holds the same
-        for unit in engine.units:
+    for unit in engine.units:
+        if engine.stage > 0 or layout.is_first(unit):  # at stage 0 every rank of a group holds the same
             pieces += _unit_pieces(engine, layout, unit, optimizer is not None and unit.trainable, part, left_out)
     private = None if optimizer is None else engine.strategy.private()
     if private is not None:
@@ -348,7 +348,7 @@ def _unit_pieces(
     steps = state.pop("step", None)
     kinds = {"": unit.own, **state}
     places = {index: scales for index, _, _, scales in moments.spans(unit)} if scaled else {}
-    written = [one for one in unit.pieces() if _is_written(unit.params[one[0]], layout, left_out)]
+    written = [one for one in unit.pieces() if _is_written(unit, unit.params[one[0]], layout, left_out)]
     for index, first, elems in written:
         entry = unit.params[index]
         name, begin = entry.names[0], unit.begin_elems + first - entry.offset_elems
@@ -361,8 +361,8 @@ def _unit_pieces(
             part["steps"][name] = int(steps[index])
 
 
-def _is_written(entry: Entry, layout: Layout, left_out: set[str]) -> bool:
-    return entry.names[0] not in left_out and layout.writes(entry)
+def _is_written(unit: Unit, entry: Entry, layout: Layout, left_out: set[str]) -> bool:
+    return entry.names[0] not in left_out and layout.writes(unit, entry)
 
 
 def _describe(

@@ -26,6 +26,7 @@ _HOME: dict[str, str] = {
     "MODEL_DIMS": "mesh",
     **dict.fromkeys(("Chunks", "cut"), "cut"),
     **dict.fromkeys(("pipeline", "stages"), "pipeline"),
+    "tensor": "tensor",
     **dict.fromkeys(("ulysses", "ulysses_attention"), "ulysses"),
 }
 

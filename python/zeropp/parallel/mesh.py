@@ -46,6 +46,13 @@ def ranks_of(mesh: DeviceMesh | None, data_dims: Sequence[str] | None, caller: s
     return over(ranks_along(mesh, data))
 
 
+def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the dimension of tensor parallelism; None: there is none, or one rank in it."""
+    names = mesh.mesh_dim_names or ()
+    found = next((name for name in names if name in ("tp", "tensor_parallel")), None)
+    return None if found is None or mesh[found].size() == 1 else mesh[found]
+
+
 def is_pipelined(mesh: DeviceMesh) -> bool:
     """Return True if a dimension of the mesh is a pipeline of several ranks."""
     names = mesh.mesh_dim_names or ()

@@ -17,12 +17,13 @@ from zeropp.comm.job import JobRanks
 from zeropp.config import Config
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read_ahead_bytes, tier_of
-from zeropp.zero.model.boxes import boxes_of
+from zeropp.zero.model.boxes import Boxes, boxes_of
+from zeropp.zero.model.dtensor import boxes_of_dtensor, place
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
-from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays
+from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays, released_dtensors
 from zeropp.zero.model.part import Parts, parts_of, without_values
 from zeropp.zero.model.spread import Group, Spread, make_groups
-from zeropp.zero.model.units import UnitPlan, numbers
+from zeropp.zero.model.units import UnitPlan, is_dtensor, local_of, numbers
 from zeropp.zero.model_state import (
     DTYPES,
     FILE,
@@ -249,7 +250,9 @@ def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
 
 
 def _bind(engine: Engine, index: int, plan: UnitPlan, group: Group) -> Unit:
-    core = engine.core.bind_unit(index, plan.params, nn.Parameter, _RELEASED_CLASS[engine.stage])
+    cut = is_dtensor(plan.params[0])
+    plain, released = (type(plan.params[0]), released_dtensors()) if cut else (nn.Parameter, _RELEASED_CLASS)
+    core = engine.core.bind_unit(index, plan.params, plain, released[engine.stage])
     layout = core.layout()
     elems, shard_elems = layout["elems"], layout["shard_elems"]
     whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype, engine.device)
@@ -258,7 +261,7 @@ def _bind(engine: Engine, index: int, plan: UnitPlan, group: Group) -> Unit:
     if layout["place"] == FILE:
         own = torch.empty_like(own, device="meta")
     entries = [
-        Entry(names, p, offset, numbers(p), p.shape, p.is_complex(), boxes_of(p))
+        Entry(names, p, offset, numbers(p), local_of(p).shape, p.is_complex(), _boxes(p))
         for names, p, offset in zip(plan.names, plan.params, layout["offsets"], strict=True)
     ]
     unit = Unit(
@@ -270,6 +273,10 @@ def _bind(engine: Engine, index: int, plan: UnitPlan, group: Group) -> Unit:
         entry.param._zeropp = Ref(engine, unit, i, entry.names[0])  # type: ignore[attr-defined]
         entry.shown._zeropp = entry.param._zeropp  # type: ignore[attr-defined]
     return unit
+
+
+def _boxes(parameter: nn.Parameter) -> Boxes | None:
+    return boxes_of_dtensor(parameter) if is_dtensor(parameter) else boxes_of(parameter)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -327,7 +334,7 @@ def _fill_entry(engine: Engine, unit: Unit, entry: Entry, full: torch.Tensor | N
         copy_own_part(entry.param, view.view(-1))
     else:
         _copy_values(engine, unit, entry, _values_of(engine, entry, sharded, copies), full)
-    entry.param.data = view
+    place(entry.param, view)
     if sharded:
         entry.param.__class__ = nn.Parameter
 
@@ -348,9 +355,10 @@ def _values_of(engine: Engine, entry: Entry, sharded: bool, copies: bool) -> tor
     """Return the values of a parameter; where each host has a copy, rank 0's."""
     if sharded:
         return materialise(entry.param)
-    if not copies or not entry.param.data.numel():
-        return entry.param.data
-    values = entry.param.data.contiguous()
+    own = local_of(entry.param.data)
+    if not copies or not own.numel():
+        return own
+    values = own.contiguous()
     broadcast(engine.comm, values)
     return values
 

@@ -21,7 +21,9 @@ from zeropp.config import Config, LossScale
 from zeropp.efficiency.clock import Clock
 from zeropp.errors import ConfigError, Error
 from zeropp.files import folder_writer
+from zeropp.zero.model.dtensor import HookOrder, like
 from zeropp.zero.model.parameter import Ref, engines, raise_strays, ref_of
+from zeropp.zero.model.units import local_of
 from zeropp.zero.model_state import DTYPES, ModelState, Part, Unit, tensor_over
 from zeropp.zero.offload.storage import Storage
 from zeropp.zero.step.scaler import NoScaler, Scaler, origins
@@ -177,6 +179,7 @@ class Engine(ModelState):
         self.storage = Storage()
         self.strategy = StepStrategy()
         self.schedule = StepSchedule()
+        self.hook_order = HookOrder()
         self.unfreezing: Any = None  # build.py makes it; it knows the strategies
 
     @property
@@ -206,7 +209,8 @@ class Engine(ModelState):
             gradient = tensor_over(
                 self.core, unit.core.layout()["gradient"], unit.elems, unit.grad_dtype, self.shard_device
             )
-            unit.core.set_grad_views([e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in unit.params])
+            views = [e.of(gradient[e.offset_elems : e.offset_elems + e.numel]) for e in unit.params]
+            unit.core.set_grad_views([like(e.param, view) for e, view in zip(unit.params, views, strict=True)])
 
     def bind_again(self, index: int) -> None:
         """Make the parameters of a unit views of its whole memory, whose address has changed (csrc/zero/placement/wrapped.c)."""
@@ -279,7 +283,7 @@ class Engine(ModelState):
             if unit.local:
                 with torch._C.DisableTorchFunctionSubclass():
                     gradient = unit.params[index].param.grad
-                own[index] = None if gradient is None else unit.params[index].numbers(gradient)
+                own[index] = None if gradient is None else unit.params[index].numbers(local_of(gradient))
             elif found is not None and found[1][index]:
                 own[index] = found[0][first : first + elems]
         return own
@@ -301,7 +305,7 @@ class Engine(ModelState):
         all_gather(unit.comm, whole, shard)
         whole = whole.mul_(scale).to(self.device)
         return [
-            e.of(whole[e.offset_elems : e.offset_elems + e.numel]) if present[i] else None
+            like(e.param, e.of(whole[e.offset_elems : e.offset_elems + e.numel])) if present[i] else None
             for i, e in enumerate(unit.params)
         ]
 
@@ -330,7 +334,7 @@ class Engine(ModelState):
         for unit in self.units:
             for entry in unit.params:
                 at = unit.whole.data_ptr() + entry.offset_elems * unit.dtype.itemsize
-                if entry.numel and entry.param.data_ptr() != at:
+                if entry.numel and local_of(entry.param).data_ptr() != at:
                     raise Error(f"the data of parameter '{entry.names[0]}' was replaced after zeropp.prepare (model.to, half, cuda, or "
                                 "p.data = ...); convert the model before prepare")  # fmt: skip
 

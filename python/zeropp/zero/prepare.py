@@ -23,11 +23,11 @@ from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
 from zeropp.health import preflight
 from zeropp.health.first_use import require_healthy
-from zeropp.parallel.mesh import is_pipelined, ranks_of, refuse_shared_names
+from zeropp.parallel.mesh import is_pipelined, ranks_of, refuse_shared_names, tensor_mesh
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
-from zeropp.zero.model import buffers, meta
+from zeropp.zero.model import buffers, dtensor, meta
 from zeropp.zero.model.accelerator import check_accelerator, check_parameter_device, device_of
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
@@ -36,7 +36,7 @@ from zeropp.zero.model.parameter import engines, raise_strays, ref_of
 from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, modules_of, spread_of
-from zeropp.zero.model.units import UnitPlan, entries_of, ignored_parameters, plan_units, refuse_lazy
+from zeropp.zero.model.units import UnitPlan, entries_of, ignored_parameters, is_dtensor, plan_units, refuse_lazy
 from zeropp.zero.model_state import DTYPES
 from zeropp.zero.step import custom
 from zeropp.zero.step.optimizer import adopt, check_optimizer
@@ -82,23 +82,26 @@ def prepare(
         zeropp.CommError: a rank died or did not come.
     """
     ranks = None if mesh is None and data_dims is None else ranks_of(mesh, data_dims, "prepare")
+    cut_over = None if mesh is None else tensor_mesh(mesh)
     if mesh is None or ranks is None or not is_pipelined(mesh):
-        return prepare_over(ranks, model, optimizer, config)
+        return prepare_over(ranks, model, optimizer, config, cut_over=cut_over)
     _check_arguments(model, optimizer)
     refuse_shared_names(model, mesh, ranks)
-    prepared = prepare_over(ranks, model, optimizer, config)
+    prepared = prepare_over(ranks, model, optimizer, config, cut_over=cut_over)
     engine_of(model).core.require_pass()
     return prepared
 
 
 def prepare_over(
-    ranks: job.JobRanks | None, model: M, optimizer: Optimizer | None, config: Any, spreads: Sequence[Spread] = ()
-) -> tuple[M, Any]:
+    ranks: job.JobRanks | None, model: M, optimizer: Optimizer | None, config: Any, spreads: Sequence[Spread] = (),
+    cut_over: DeviceMesh | None = None,
+) -> tuple[M, Any]:  # fmt: skip
     """Do as :func:`prepare`, with the ranks that the caller names; None: those of the default group, all of them data ranks.
 
     Ranks with other data ranks may prepare other models, such as the stages of a pipeline: units are partitioned and gradients averaged
     over ``ranks.data``; norm, clipping, loss scale, skipped steps and votes are those of all of ``ranks.job``.
-    ``spreads``: modules whose parameters differ between data ranks, such as experts (spread.py).
+    ``spreads``: modules whose parameters differ between data ranks, such as experts (spread.py). ``cut_over``: the ranks that
+    may hold slices of one parameter, as DTensors; plain parameters are equal on all of them.
     """
     _check_arguments(model, optimizer)
     raise_strays()
@@ -115,16 +118,21 @@ def prepare_over(
     ranks = job.world() if ranks is None else ranks
     comm = ranks.data
     _check_ranks(ranks, config, optimizer, device)
+    mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
     division = _divide(model, config, comm)
     if division is not None:
         spreads = [*spreads, spread_of(division)]
     plans = _plan(model, optimizer, config, ranks, division, spreads)
+    if mesh is not None:
+        dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)))
     host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
     engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, spreads)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
+    if mesh is not None:
+        dtensor.note_copies(engine.units, mesh)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
     engine.core.publish()
     if comm is not None:
@@ -172,6 +180,9 @@ def _plan(
     parts = None if division is None else division.parts
     plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, modules_of(spreads))
     mark_plans(plans, spreads)
+    if any(is_dtensor(plan.params[0]) for plan in plans):
+        facts[compat.CUT] = Named(True, compat.CUT)
+        compat.check(facts)
     _check_plans(plans, facts)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:
@@ -209,6 +220,8 @@ def _install(model: nn.Module, engine: Engine, plans: list[UnitPlan]) -> None:
             entry._compiled_call_impl = AutocastCall(entry, TORCH_DTYPES[config.autocast_name])
     for unit in engine.trained:
         hook_unit(engine, unit)
+    for entry in entries_of(model) if any(is_dtensor(plan.params[0]) for plan in plans) else []:
+        entry.register_forward_hook(engine.hook_order)
     engine.params.refuse_training(model)
     efficiency.attach(model, engine)
     for entry in entries_of(model) if param_dtype is not None else []:
@@ -336,10 +349,10 @@ def _check_model(model: nn.Module, config: Config, device: torch.device) -> None
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if ref_of(parameter) is not None:
         raise ConfigError(f"prepare: parameter '{name}' belongs to a prepared model already; prepare each model once")
-    if type(parameter) is not nn.Parameter and not is_sharded(parameter):
+    if type(parameter) is not nn.Parameter and not is_sharded(parameter) and not is_dtensor(parameter):
         raise ConfigError(
             f"prepare: parameter '{name}' is a {type(parameter).__name__}, a class of its own, which is not supported; wanted "
-            "a plain torch.nn.Parameter"
+            "a plain torch.nn.Parameter, or a DTensor"
         )
 
 
@@ -348,6 +361,11 @@ def _check_plans(plans: list[UnitPlan], facts: compat.Facts) -> None:
         if plan.dtype not in DTYPES:
             raise ConfigError(
                 f"prepare: parameter '{plan.names[0][0]}' has dtype {plan.dtype}, which is not supported; convert it"
+            )
+        if is_dtensor(plan.params[0]) and plan.params[0].dtype != plan.dtype:
+            raise ConfigError(
+                f"prepare: parameter '{plan.names[0][0]}' is a DTensor of {plan.params[0].dtype}, and Config.precision wants {plan.dtype}; "
+                f"convert the model (model.to({plan.dtype})) before it is cut"
             )
         if plan.trainable and plan.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ConfigError(

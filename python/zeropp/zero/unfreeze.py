@@ -9,6 +9,7 @@ next reduction or step raises an error that shows both sides.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from typing import Any
@@ -22,8 +23,9 @@ from zeropp.config import Config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import has_master
+from zeropp.zero.model.dtensor import settle
 from zeropp.zero.model.parameter import Ref, ref_of
-from zeropp.zero.model.units import UnitPlan
+from zeropp.zero.model.units import UnitPlan, is_dtensor
 from zeropp.zero.model_state import Unit
 from zeropp.zero.step import custom
 
@@ -69,12 +71,18 @@ def hook_unit(engine: Engine, unit: Unit) -> None:
         for i, entry in enumerate(unit.params):
             wanted = entry.param.requires_grad
             entry.param.requires_grad_(True)
+            handles = []
             if entry.is_complex:
-                entry.param.register_post_accumulate_grad_hook(_resolve_conj)
+                handles.append(entry.param.register_post_accumulate_grad_hook(_resolve_conj))
+            if is_dtensor(entry.param):
+                sums_in = engine.config.gradient_dtypes(unit.dtype)[1]
+                handles.append(entry.param.register_post_accumulate_grad_hook(functools.partial(settle, sums_in)))
             if unit.grad_dtype != unit.dtype:
                 entry.param.grad_dtype = unit.grad_dtype  # autograd casts what comes, and adds in it
             if not stays:
-                entry.param.register_post_accumulate_grad_hook(unit.core.grad_hook(i))
+                handles.append(entry.param.register_post_accumulate_grad_hook(unit.core.grad_hook(i)))
+            if handles:
+                engine.hook_order.add(entry.param, handles)
             entry.param.requires_grad_(wanted)
 
 

@@ -16,6 +16,7 @@ docs/design/0007-reads-of-released-memory.md.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ _GRAD_GET = _T.grad.__get__
 _GRAD_SET = {_T.grad.__set__, _T.grad.__delete__}
 # Operations that give values away outside of any graph: never a part of a loss.
 _NEVER_GATHER = {_T.detach, _T.data.__get__, _T.numpy, _T.tolist, _T.item, _T.__deepcopy__, _T.__array__, _T.copy_}
+_HOOKS = _T.register_post_accumulate_grad_hook
 _DATA_SET = _T.data.__set__
 _REQUIRES_GRAD_SET = (_T.requires_grad.__set__, _T.requires_grad_)
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
@@ -96,8 +98,8 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     ref = ref_of(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         local = parameter.grad
-    if ref is None or (local is not None and ref.engine.shows_gradients):
-        return local
+    if ref is None or (local is not None and (ref.engine.shows_gradients or not ref.engine.local_grads)):
+        return local  # while it comes: a hook of somebody else reads it before ours takes it
     if local is None and not ref.engine.has_gradient(ref):
         return None
     reader = _reader()
@@ -111,12 +113,14 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def _write_gradient(func: Any, args: tuple[Any, ...]) -> None:
     ref = ref_of(args[0])
-    if ref is not None and len(args) > 1 and args[1] is not None:
+    with torch._C.DisableTorchFunctionSubclass():
+        comes = ref is not None and not ref.engine.local_grads and args[0].grad is not None
+    if ref is not None and len(args) > 1 and args[1] is not None and not comes:
         raise PartitionedParameterError(
             f"p.grad of parameter '{ref.name}' cannot be set: its gradient lives in shards; scale the loss instead, "
             "or clip with optimizer.clip_grad_norm_"
         )
-    if ref is not None:
+    if ref is not None and not comes:
         ref.engine.clear_gradient(ref)
     with torch._C.DisableTorchFunctionSubclass():
         func(*args)
@@ -159,32 +163,70 @@ def converts_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return func(probe, *args[1:], **kwargs) is probe
 
 
+def _manage(operate: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer what concerns the gradient of a released parameter and its memory; ``operate`` does the rest."""
+    if func == _GRAD_GET:
+        return _read_gradient(args[0])
+    if func in _GRAD_SET:
+        return _write_gradient(func, args)
+    if func in _REQUIRES_GRAD_SET:
+        return _set_requires_grad(func, args, kwargs)
+    if func == _HOOKS:
+        answer = _operate_whole(func, args, kwargs)
+        _living(args[0]).engine.hook_order()
+        return answer
+    ref = ref_of(args[0]) if func == _DATA_SET else None
+    if ref is not None:
+        if _keeps_memory(args[0], args[1]):
+            return None
+        raise PartitionedParameterError(
+            f"p.data of parameter '{ref.name}' cannot be replaced: it is a view of its unit's buffer (as model.to, half and cuda "
+            "would do); convert the model before zeropp.prepare, or write values inside zeropp.gathered(parameter, write=True)"
+        )
+    return operate(func, args, kwargs)
+
+
+def _operate_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _operate_partitioned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if converts_nothing(func, args, kwargs):
+        return args[0]
+    refs = [_living(leaf) for leaf in leaves_of((args, kwargs)) if type(leaf) in _partitioned]
+    if func in _PRINTS:
+        ref = refs[0]
+        return f"{type(args[0]).__name__}('{ref.name}', shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
+    _gather(func, refs)
+    # Plain parameters now, unless another thread's read raced with this one: then it raises above, next time.
+    return func(*args, **kwargs)
+
+
+def _gather(func: Any, refs: list[Ref]) -> None:
+    """Make parameters whole for an operation, or raise zeropp.PartitionedParameterError where it may not read them."""
+    for unit, ref in {id(ref.unit): ref for ref in refs}.items():
+        if not _may_gather(func, ref):
+            raise _refuse(func, ref)
+        del unit
+        ref.unit.core.auto()
+
+
 class Managed(nn.Parameter):
-    """Common to both classes: gradients."""
+    """Common to the classes of released parameters: gradients."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == _GRAD_GET:
-            return _read_gradient(args[0])
-        if func in _GRAD_SET:
-            return _write_gradient(func, args)
-        if func in _REQUIRES_GRAD_SET:
-            return _set_requires_grad(func, args, kwargs or {})
-        ref = ref_of(args[0]) if func == _DATA_SET else None
-        if ref is not None:
-            if _keeps_memory(args[0], args[1]):
-                return None
-            raise PartitionedParameterError(
-                f"p.data of parameter '{ref.name}' cannot be replaced: it is a view of its unit's buffer (as model.to, half and cuda "
-                "would do); convert the model before zeropp.prepare, or write values inside zeropp.gathered(parameter, write=True)"
-            )
-        return cls._operate(func, args, kwargs or {})
+        return _manage(cls._operate, func, args, kwargs or {})
 
     @classmethod
     def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError  # both subclasses answer
+        raise NotImplementedError  # the subclasses answer
 
 
 class ShardedGradParameter(Managed):
@@ -192,8 +234,7 @@ class ShardedGradParameter(Managed):
 
     @classmethod
     def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return _operate_whole(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
@@ -211,22 +252,7 @@ class PartitionedParameter(Managed):
 
     @classmethod
     def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if converts_nothing(func, args, kwargs):
-            return args[0]
-        refs = [_living(leaf) for leaf in leaves_of((args, kwargs)) if type(leaf) is PartitionedParameter]
-        if func in _PRINTS:
-            ref = refs[0]
-            return f"PartitionedParameter('{ref.name}', shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
-        for unit, ref in {id(ref.unit): ref for ref in refs}.items():
-            if not _may_gather(func, ref):
-                raise _refuse(func, ref)
-            del unit
-            ref.unit.core.auto()
-        # Plain parameters now, unless another thread's read raced with this one: then it raises above, next time.
-        return func(*args, **kwargs)
+        return _operate_partitioned(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         raise _refuse(_T.__deepcopy__, _living(self))
@@ -236,6 +262,56 @@ class PartitionedParameter(Managed):
 
     def __array__(self, dtype: Any = None) -> Any:
         raise _refuse(_T.__array__, _living(self))
+
+
+_partitioned: set[type] = {PartitionedParameter}
+
+
+@functools.cache
+def released_dtensors() -> tuple[Any, ...]:
+    """Return, by stage, the class of released parameters that are DTensors, as the two classes above for plain ones."""
+    base: Any = sys.modules["torch.distributed.tensor"].DTensor
+
+    class ShardedGradDTensor(base):  # type: ignore[misc]
+        """A DTensor whose local tensor is whole, while its gradient and optimizer state are split (ZeRO stages 1 and 2)."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            return _manage(_operate_whole, func, args, kwargs or {})
+
+    class PartitionedDTensor(base):  # type: ignore[misc]
+        """A DTensor of whose local tensor this rank holds 1/N (ZeRO stage 3)."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            return _manage(_operate_partitioned, func, args, kwargs or {})
+
+        def __repr__(self, *, tensor_contents: Any = None) -> str:
+            return (
+                f"PartitionedDTensor('{_living(self).name}', shape={tuple(self.shape)}, placements={self.placements})"
+            )
+
+        def to_local(self, **options: Any) -> Any:
+            return _whole_first(base.to_local, self, options)
+
+        def full_tensor(self, **options: Any) -> Any:
+            return _whole_first(base.full_tensor, self, options)
+
+        def redistribute(self, *args: Any, **options: Any) -> Any:
+            return _whole_first(functools.partial(_redistribute, base, args), self, options)
+
+    _partitioned.add(PartitionedDTensor)
+    return (None, ShardedGradDTensor, ShardedGradDTensor, PartitionedDTensor)
+
+
+def _redistribute(base: Any, args: tuple[Any, ...], tensor: torch.Tensor, **options: Any) -> Any:
+    return base.redistribute(tensor, *args, **options)
+
+
+def _whole_first(function: Any, tensor: torch.Tensor, options: dict[str, Any]) -> Any:
+    """Call a method of DTensor that reads the local tensor without asking ``__torch_function__``."""
+    _gather(function, [_living(tensor)])
+    return function(tensor, **options)
 
 
 def _living(parameter: torch.Tensor) -> Ref:

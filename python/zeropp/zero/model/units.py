@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -50,9 +51,29 @@ class UnitPlan:
         return self.alone and self.numel * self.dtype.itemsize < REPLICATE_BYTES and units == "auto"
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """True for torch's DTensor; its module is not imported for the question."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; any other tensor itself."""
+    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def kind_of(parameter: torch.Tensor) -> int:
+    """Return what a unit holds: 0 plain parameters, 1 DTensors that are cut over their mesh, 2 DTensors that are whole on
+    each of its ranks."""
+    if not is_dtensor(parameter):
+        return 0
+    return 2 if all(one.is_replicate() for one in parameter._spec.placements) else 1  # type: ignore[attr-defined]
+
+
 def numbers(parameter: torch.Tensor) -> int:
-    """Return how many real numbers a parameter holds: a complex one counts as two."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+    """Return how many real numbers a parameter holds on this rank: a complex one counts as two."""
+    return local_of(parameter).numel() * (2 if parameter.is_complex() else 1)
 
 
 #: Complex parameters are held as pairs of real numbers: all that is done to shards is done number by number, as torch's own optimizers do.
@@ -118,7 +139,7 @@ def _blocks_of_size(model: nn.Module, most_bytes: int) -> list[list[nn.Module]]:
     groups: list[list[nn.Module]] = []
     held = 0
     for module in model.modules():
-        own = sum(p.numel() * p.itemsize for p in module.parameters(recurse=False))
+        own = sum(numbers(p) * p.itemsize for p in module.parameters(recurse=False))
         if not own:
             continue
         if not groups or held + own > most_bytes:
@@ -217,18 +238,19 @@ def plan_units(
     homes = _homes(model, units) | {inner: (block,) for block in apart for inner in block.modules()}
     module_names = {m: n or "(model)" for n, m in model.named_modules()}
     parts = parts or {}
-    members: dict[tuple[Triggers, torch.dtype, bool, bool], list[nn.Parameter]] = {}
+    members: dict[tuple[Triggers, torch.dtype, bool, bool, int], list[nn.Parameter]] = {}
     for parameter in names:
         triggers = _triggers(owners[parameter], homes)
         dtype = _held_dtype(parameter, owners[parameter], compute_dtype)
-        members.setdefault((triggers, dtype, parameter.requires_grad, parameter in parts), []).append(parameter)
+        key = (triggers, dtype, parameter.requires_grad, parameter in parts, kind_of(parameter))
+        members.setdefault(key, []).append(parameter)
     blocks = set(homes.values())
     return [
         UnitPlan(
             "+".join(module_names[m] for m in triggers), [parts.get(p, p) for p in params], [names[p] for p in params],
             list(triggers), dtype, trainable, alone=triggers not in blocks, parted=parted,
         )
-        for (triggers, dtype, trainable, parted), params in members.items()
+        for (triggers, dtype, trainable, parted, _), params in members.items()
     ]  # fmt: skip
 
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: cut a model's matrices over the ranks of a mesh dimension, as torch's DTensors (Megatron-LM, Shoeybi
+et al. 2019). The layers and their communication are torch's and transformers'; ZeRO then partitions each rank's part."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from zeropp.errors import ConfigError, what_it_is
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def tensor(model: M, mesh: Any, plan: Mapping[str, Any] | None = None) -> M:
+    """Cut a model's parameters over the ranks of a mesh, in place. Before the optimizer is built and before ``prepare``.
+
+    Args:
+        model: with the same values on every rank of the mesh; each rank keeps its part.
+        mesh: a DeviceMesh of one dimension, such as ``mesh["tp"]``.
+        plan: names of modules, with torch's styles (``ColwiseParallel()``, ...) as for ``parallelize_module``, or with
+            the names of styles of transformers (``"colwise"``, ...). None: the model's own plan, which transformers has.
+
+    Returns:
+        The model. Parameters that are tied stay tied.
+
+    Raises:
+        zeropp.ConfigError: the mesh has several dimensions, there is no plan, or the plan cuts two tied names differently.
+
+    Cost: no communication; each rank keeps 1/N of what the plan cuts.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ConfigError(
+            f"parallel.tensor: mesh is {what_it_is(mesh) if not isinstance(mesh, DeviceMesh) else f'of {mesh.ndim} dimensions'}; "
+            "wanted a DeviceMesh of one dimension, such as mesh['tp']"
+        )
+    tied = _tied_names(model)
+    for names in tied:  # each name is cut by its own row of the plan
+        for name in names[1:]:
+            _replace(model, name, nn.Parameter(model.get_parameter(name).data, model.get_parameter(name).requires_grad))
+    if plan is not None and not all(isinstance(style, str) for style in plan.values()):
+        parallelize_module(model, mesh, dict(plan))
+    else:
+        _apply_named(model, mesh, plan)
+    for names in tied:
+        _tie(model, names)
+    return model
+
+
+def _apply_named(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None) -> None:
+    """Apply styles of transformers by their names; the model's own where there is no plan."""
+    if not hasattr(model, "_resolve_parallel_plans"):
+        raise ConfigError(
+            f"parallel.tensor: {type(model).__name__} has no plan of its own; give plan={{'layers.*.up': ColwiseParallel(), ...}} "
+            "with styles of torch.distributed.tensor.parallel"
+        )
+    distributed = importlib.import_module("transformers.distributed")
+    apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
+    if plan is None:
+        own: Any = model
+        plan, _, _ = own._resolve_parallel_plans(distributed.DistributedConfig(tp_size=mesh.size()))
+    if not plan:
+        raise ConfigError(
+            f"parallel.tensor: transformers has no tensor-parallel plan for {type(model).__name__}; give plan= with names of modules"
+        )
+    with torch.no_grad():
+        apply(model, mesh, plan)
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, names: list[str]) -> None:
+    """Let all names have the parameter of the first one again."""
+    first = model.get_parameter(names[0])
+    for name in names[1:]:
+        other = model.get_parameter(name)
+        if other is first:
+            continue
+        placed = [getattr(one, "placements", None) for one in (first, other)]
+        if placed[0] != placed[1]:
+            raise ConfigError(
+                f"parallel.tensor: '{names[0]}' and '{name}' are one parameter, which the plan cuts as {placed[0]} and as {placed[1]}; "
+                "give plan= with the same cut for both, or untie them"
+            )
+        _replace(model, name, first)
+
+
+def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, key = name.rpartition(".")
+    model.get_submodule(path)._parameters[key] = parameter
