@@ -19,14 +19,13 @@
 #include "../../csrc/zero/step_plan.h"
 #include "../../csrc/zero/step_delayed.h"
 #include "../../csrc/zero/step_in_backward.h"
-#include "store_table.h"
+#include "schedule.h"
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 enum { SCHEDULES = 150 }; /* a sample: each costs several times as much */
 #else
 enum { SCHEDULES = 1000 };
 #endif
-enum { MAX_RANKS = 4, MAX_UNITS = 6, MAX_PARAMS = 4, STEPS = 3 };
 
 #define REQUIRE(condition, ...)                                                                  \
     do {                                                                                         \
@@ -39,31 +38,6 @@ enum { MAX_RANKS = 4, MAX_UNITS = 6, MAX_PARAMS = 4, STEPS = 3 };
     } while (0)
 
 static uint64_t current_seed;
-
-static uint64_t next_random(uint64_t *state) { /* splitmix64 */
-    uint64_t z = (*state += UINT64_C(0x9e3779b97f4a7c15));
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
-/* What all ranks agree on. */
-struct plan {
-    int ranks, stage, units;
-    bool host_copy;
-    bool backward_step;  /* units are stepped inside the backward, */
-    bool own_update;     /* and by an update of the caller's, as an optimizer in Python has one */
-    int exact_steps;     /* then steps are delayed; STEPS: they never are */
-    bool narrow; /* gradients travel in bf16, which holds these exactly */
-    double grads_fraction; /* of the reduced gradients in a file; 0: none */
-    size_t prefetch_bytes, bucket_bytes;
-    size_t params[MAX_UNITS], elems[MAX_UNITS][MAX_PARAMS];
-    int trained_from[MAX_UNITS]; /* the step with which a unit begins to be trained; STEPS: it never is */
-    int micro_steps[STEPS];
-    int parts;               /* rank r holds part r % parts of the units in `spread`; 1: all ranks hold the same */
-    bool spread[MAX_UNITS];
-    struct store_table store;
-};
 
 struct rank_state {
     struct plan *plan;
@@ -98,8 +72,6 @@ static const struct zpp_wait patience = { .timeout_ns = UINT64_C(60000000000), .
 static void must(zpp_status status, const struct zpp_err *err, const char *what) {
     REQUIRE(status == ZPP_OK, "%s: %s (%s)", what, err->text, zpp_status_name(status));
 }
-
-static int parts_of(const struct plan *plan, int unit) { return plan->spread[unit] ? plan->parts : 1; }
 
 static float first_value(int unit, int part, size_t elem) {
     return (float)((unit * 1009 + part * 501 + (int)(elem % 997)) % 4096);
@@ -662,40 +634,6 @@ static void *run_rank(void *arg) {
 }
 
 /* --- one schedule ------------------------------------------------------------------------------------------------- */
-
-static void draw_plan(struct plan *plan, uint64_t *random) {
-    static const size_t prefetch[] = { 0, 4096, 1 << 20 }, buckets[] = { 0, 4096, 1 << 16 };
-    memset(plan, 0, sizeof *plan);
-    plan->ranks = 2 + (int)(next_random(random) % (MAX_RANKS - 1));
-    plan->stage = (int)(next_random(random) % 6);
-    plan->host_copy = plan->stage == 5;
-    if (plan->stage > 3) plan->stage = 3; /* stage 3 is drawn half of the time */
-    plan->units = 2 + (int)(next_random(random) % (MAX_UNITS - 1));
-    plan->prefetch_bytes = prefetch[next_random(random) % 3];
-    plan->bucket_bytes = buckets[next_random(random) % 3];
-    for (int unit = 0; unit < plan->units; unit++) {
-        plan->params[unit] = 1 + (size_t)(next_random(random) % MAX_PARAMS);
-        plan->trained_from[unit] = next_random(random) % 4 ? 0 : 1 + (int)(next_random(random) % STEPS);
-        for (size_t i = 0; i < plan->params[unit]; i++) plan->elems[unit][i] = (size_t)(next_random(random) % 700);
-    }
-    if (plan->stage >= 2 && next_random(random) % 24 == 0) { /* an engine each: slow to make */
-        plan->grads_fraction = next_random(random) % 2 ? 1.0 : 0.5;
-        if (next_random(random) % 3 == 0) plan->ranks = 1;
-        for (int unit = 0; unit < plan->units; unit++) /* units are not unfrozen there */
-            if (plan->trained_from[unit]) plan->trained_from[unit] = STEPS;
-    }
-    plan->narrow = next_random(random) % 3 == 0;
-    const bool rarely = plan->grads_fraction <= 0.0; /* seldom drawn, and shared between threads then */
-    plan->backward_step = plan->stage > 0 && (next_random(random) % 3 == 0) == rarely;
-    plan->own_update = next_random(random) % 3 == 0;
-    plan->exact_steps = STEPS;
-    if (plan->stage > 0 && !plan->backward_step && next_random(random) % 2)
-        plan->exact_steps = (int)(next_random(random) % 2);
-    plan->parts = next_random(random) % 2 ? 1 : plan->ranks; /* groups of one rank, or */
-    if (plan->ranks == 4 && plan->parts == 4 && next_random(random) % 2) plan->parts = 2; /* ... of two */
-    for (int unit = 0; unit < plan->units; unit++) plan->spread[unit] = plan->parts > 1 && next_random(random) % 2;
-    for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
-}
 
 static void run_schedule(uint64_t seed) {
     static struct plan plan;
