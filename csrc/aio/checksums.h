@@ -53,8 +53,8 @@ struct zpp_checksums_bad {
     uint32_t wrote, read; /* the two sums */
 };
 /* Check `data`, which was read at an offset that is a multiple of ZPP_BLOCK_BYTES. Only fragments that share a byte
- * with [wanted, wanted + wanted_bytes) of the file, and lie within `data`, are checked. Return false if one differs; `*bad`
- * is the first of them. On true, `*checked_bytes` of the wanted bytes were checked. */
+ * with [wanted, wanted + wanted_bytes) of the file, and lie within `data`, are checked. Return false if one differs;
+ * `*bad` is the first of them. On true, `*checked_bytes` of the wanted bytes were checked. */
 bool zpp_checksums_check(zpp_checksums *sums, uint64_t offset_bytes, const void *data, size_t bytes,
                          uint64_t wanted, size_t wanted_bytes, size_t *checked_bytes, struct zpp_checksums_bad *bad);
 /* Return the memory of the table. */

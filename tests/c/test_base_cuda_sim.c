@@ -228,7 +228,8 @@ int main(int argc, char **argv) {
     SIM(sim_kernel_register)(&first_kernel);
     SIM(sim_kernel_register)(&second_kernel);
     static const struct test_case cases[] = {
-        TEST(memory_is_page_aligned), TEST(a_gpu_without_code_is_named),           TEST(copies_are_late_and_ordered), TEST(errors_stay),
+        TEST(a_gpu_without_code_is_named),
+        TEST(memory_is_page_aligned),           TEST(copies_are_late_and_ordered), TEST(errors_stay),
         TEST(kernels_are_found_in_every_image), TEST(mistakes_are_errors),         {0},
     };
     return test_main(argc, argv, cases);
