@@ -113,7 +113,7 @@ def _reads(module: nn.Module, unit: Any) -> bool:
 
 @dataclass
 class _Step:
-    """What an adopted schedule knows of its model."""
+    """Surround the steps of an adopted schedule, whose chunks these are."""
 
     engine: Engine
     chunks: list[_Chunk]
