@@ -5,7 +5,7 @@
 #   make test-quick  one test of each file, in about three minutes; PYTEST_ARGS
 #   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/, the ceilings of the structure
 #   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
-#   make test-aarch64  C tests built for aarch64, in emulation (qemu-user-static), in about ten minutes
+#   make test-aarch64  C tests built for aarch64, in emulation (qemu-user-static), in about ten minutes; PROGRAMS
 #   make fuzz     every tests/fuzz/*.c for FUZZ_SECONDS (20)
 #   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
 #   make wheel    a cp310-abi3 wheel in dist/, with CUDA kernels for sm_75 to sm_120
@@ -56,7 +56,7 @@ sanitize: $(VENV)/.installed-test
 	$(PY) tests/c/run.py --flavor asan tsan
 
 test-aarch64: $(VENV)/.installed-wheels
-	$(PY) scripts/test_aarch64.py
+	$(PY) scripts/test_aarch64.py $(PROGRAMS)
 
 fuzz: $(VENV)/.installed-test
 	$(PY) tests/c/run.py --fuzz $(FUZZ_SECONDS)
