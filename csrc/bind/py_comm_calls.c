@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Calls of the type Comm whose arguments are more than a tensor: a tensor a rank, quantised collectives
- * (csrc/comm/shm/coll_quant.c), the all-reduce of one bit an element (python/zeropp/comm/onebit.py), and the exchange of
- * heads for tokens (python/zeropp/comm/heads.py). Memory comes as addresses, all of it the caller's.
+ * (csrc/comm/shm/coll_quant.c), the all-reduce of one bit an element (python/zeropp/comm/onebit.py), and the exchange
+ * of heads for tokens (python/zeropp/comm/heads.py). Memory comes as addresses, all of it the caller's.
  */
 #include "../comm/heads.h"
 #include "../comm/onebit.h"

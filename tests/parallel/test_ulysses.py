@@ -24,7 +24,7 @@ CASES = [pytest.param(*case, marks=[] if case in SAMPLED else pytest.mark.slow) 
 
 
 @pytest.mark.parametrize(("family", "impl", "kind", "heads"), CASES)
-@on_ranks(2, 4)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
 def test_logits_equal_those_of_one_process(family: str, impl: str, kind: str, heads: list[int]) -> None:
     import cut_models
     import torch
@@ -48,3 +48,19 @@ def test_logits_equal_those_of_one_process(family: str, impl: str, kind: str, he
         dist.all_reduce(q.grad)
         assert float((p.grad - q.grad).abs().max()) <= 1e-6 * max(float(p.grad.abs().max()), 1.0)
     handle.remove()
+
+
+@on_ranks(2)
+def test_sparse_attention_sees_the_whole_sequence() -> None:
+    import cut_models
+    import torch
+    import torch.distributed as dist
+    import zeropp
+    import zeropp.parallel
+
+    whole, parts = (cut_models.model("llama", 4, 2, "sdpa") for _ in range(2))
+    for model in (whole, parts):
+        zeropp.nn.sparsify_attention(model, zeropp.nn.Local(block=16, window=1, causal=True))
+    zeropp.parallel.ulysses(parts, dist.group.WORLD)
+    cut, ids = slice(*cut_models.cuts(2)[dist.get_rank() :][:2]), cut_models.batch("plain")["input_ids"]
+    assert torch.equal(parts(input_ids=ids[:, cut]).logits, whole(input_ids=ids).logits[:, cut])

@@ -184,7 +184,7 @@ _OPTIMIZER = "ask the optimizer that deepspeed.initialize returns"
 _SPARSE = (
     "use deepspeed.ops.sparse_attention.SparseSelfAttention, or zeropp.nn.sparsify_attention for a Hugging Face model"
 )
-_ULYSSES = "use one rank a sequence"
+_ULYSSES = 'use zeropp.parallel.ulysses(model, mesh["sp"]) and its handle.loader, and zeropp.nn.tile_sequence'
 _TENSOR = 'remove "tensor_parallel" from the configuration'
 _COMPILE = "use torch.compile, or engine.compile()"
 _CHECKPOINTS = "engine.save_checkpoint writes zeropp's format; python -m zeropp export reads it"
