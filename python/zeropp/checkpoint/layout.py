@@ -81,12 +81,7 @@ def layout_of(engine: Engine, model: nn.Module, what: str) -> Layout:
     numbers = [job.rank] if job.comm is None else list(job.comm.job_ranks)
     firsts = [job.rank if unit.comm is None else numbers.index(unit.comm.job_ranks[0]) for unit in engine.units]
     layout = Layout(job.rank, firsts)
-    mine: dict[str, Any] = {"parameters": {}, "buffers": []}
-    if layout.describes:
-        own = ((unit, entry) for unit, entry in entries_of(engine) if layout.is_first(unit))
-        mine["parameters"] = {entry.names[0]: _described(entry.held) for _, entry in own}
-        mine["buffers"] = [name for name, _ in loose_tensors(model)]
-    for rank, one in enumerate(job.exchange(mine)):
+    for rank, one in enumerate(job.exchange(_held_here(engine, model, layout))):
         for name, described in one["parameters"].items():
             _add(layout, rank, name, parts_of(described)[0], what)
         for name in one["buffers"]:
@@ -95,6 +90,15 @@ def layout_of(engine: Engine, model: nn.Module, what: str) -> Layout:
         if len(parts) > 1 or not parts[0].is_whole:
             _require_whole(name, parts, layout.writers[name], what)
     return layout
+
+
+def _held_here(engine: Engine, model: nn.Module, layout: Layout) -> dict[str, Any]:
+    """Return what the first rank of a group says of what the group holds."""
+    own = ((unit, entry) for unit, entry in entries_of(engine) if layout.is_first(unit))
+    return {
+        "parameters": {entry.names[0]: _described(entry.held) for _, entry in own},
+        "buffers": [name for name, _ in loose_tensors(model)] if layout.describes else [],
+    }
 
 
 def _require_whole(name: str, parts: Parts, writers: list[int], what: str) -> None:

@@ -106,9 +106,7 @@ def prepare_over(
     _check_arguments(model, optimizer)
     raise_strays()
     if optimizer is not None and is_prepared(model):
-        if engine_of(model).optimizer_ref is not None:
-            raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
-        attach(model, optimizer)
+        _attach_first(model, optimizer)
         return model, optimizer
     config = as_config(config, "prepare")
     device = device_of(model, config)
@@ -123,16 +121,14 @@ def prepare_over(
     if division is not None:
         spreads = [*spreads, spread_of(division)]
     plans = _plan(model, optimizer, config, ranks, division, spreads)
-    if mesh is not None:
-        dtensor.check_copies(plans, mesh)
+    dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)))
     host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
     engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, spreads)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
-    if mesh is not None:
-        dtensor.note_copies(engine.units, mesh)
+    dtensor.note_copies(engine.units, mesh)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
     engine.core.publish()
     if comm is not None:
@@ -180,9 +176,8 @@ def _plan(
     parts = None if division is None else division.parts
     plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, modules_of(spreads))
     mark_plans(plans, spreads)
-    if any(is_dtensor(plan.params[0]) for plan in plans):
-        facts[compat.CUT] = Named(True, compat.CUT)
-        compat.check(facts)
+    facts |= _cut_facts(plans)
+    compat.check(facts)
     _check_plans(plans, facts)
     if config.stored_name is not None and optimizer is None:
         for plan in plans:
@@ -315,6 +310,18 @@ def _host_facts(config: Config, comm: Any) -> dict[str, Any]:
         least, most = min(counts), max(counts)
         facts["ranks of a host"] = Named((least, most), f"{least} ranks on one host and {most} on another")
     return facts
+
+
+def _attach_first(model: nn.Module, optimizer: Optimizer) -> None:
+    if engine_of(model).optimizer_ref is not None:
+        raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
+    attach(model, optimizer)
+
+
+def _cut_facts(plans: list[UnitPlan]) -> dict[str, Any]:
+    """Return whether parameters are DTensors."""
+    cut = any(is_dtensor(plan.params[0]) for plan in plans)
+    return {compat.CUT: Named(True, compat.CUT)} if cut else {}
 
 
 def _job_facts(ranks: job.JobRanks, spreads: Sequence[Spread]) -> dict[str, Any]:

@@ -184,11 +184,13 @@ class HookOrder:
 
 
 def check_copies(plans: Sequence[UnitPlan], mesh: Any) -> None:
-    """Check that parameters that are not cut are equal on all ranks of the mesh. Collective over them.
+    """Check that parameters that are not cut are equal on all ranks of the mesh, if there is one. Collective over them.
 
     Raises:
         zeropp.ConfigError: names the first that differs, and the ranks.
     """
+    if mesh is None:
+        return
     members = ranks_of(mesh)
     every = exchange(sub_communicator(members), dict(_digests(plans)))
     for rank, one in zip(members, every, strict=True):
@@ -210,7 +212,7 @@ def _digests(plans: Sequence[UnitPlan]) -> Iterator[tuple[str, str]]:
 
 def note_copies(units: Iterable[Any], mesh: Any) -> None:
     """Let one rank of the mesh count each copy in the norm."""
-    if mesh.get_local_rank() > 0:
+    if mesh is not None and mesh.get_local_rank() > 0:
         for unit in units:
             if kind_of(unit.params[0].param) in COPIES:
                 unit.core.set_copy()
