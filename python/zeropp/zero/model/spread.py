@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules whose parameters are other ones on other ranks, such as the experts that this rank has.
 
-Of N data ranks, ``parts`` hold different parameters of such a module; the N / parts ranks that hold the same ones are a *group*: they
-partition them at stages 0 to 3 and add their gradients (csrc/zero/group.h). This is the seam on which ``Config(experts=)`` stands:
+Of N data ranks, ``parts`` hold different parameters of such a module; the N / parts ranks that hold the same ones are
+a *group*: they partition them at stages 0 to 3 and add their gradients (csrc/zero/group.h). ``Config(experts=)`` stands
+on this:
 
-    prepare_over(None, model, optimizer, config, [Spread("experts of layer 3", [layer.experts], parts=4)])
+    prepare_over(None, model, optimizer, config, [Spread(name="experts of layer 3", modules=(layer.experts,), parts=4)])
+
+A checkpoint has to know which part of a whole tensor each parameter is: tell it by ``boxes.hold`` before ``prepare``.
+Otherwise a parameter counts as whole, and a checkpoint keeps that of one part.
 """
 
 from __future__ import annotations
@@ -24,18 +28,20 @@ from zeropp.zero.model.units import UnitPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Modules whose parameters have the same names, shapes and types on every data rank, and other values on those of other parts."""
+    """Modules with parameters of the same names, shapes and types on every data rank, and of other values on ranks of
+    other parts."""
 
     name: str
     """For messages, such as ``experts of model.layers.3``."""
     modules: tuple[nn.Module, ...]
     """Each is a unit of its own, with all that lies in it; none lies in another."""
     parts: int
-    """How many parts there are; a divisor of the number of data ranks. Rank r holds part ``r % parts``: neighbours hold different ones."""
+    """How many parts there are; a divisor of the number of data ranks. Rank r holds part ``r % parts``, so neighbours
+    hold different ones."""
     divisor: float = 0.0
-    """A gradient is the sum over the ranks of a part, divided by this; 0: by the number of all data ranks. For experts that is right:
-    each of them has seen the tokens of all ranks of its exchange already, so the mean over the batches of all data ranks needs their
-    number, and not the number of ranks of a part."""
+    """A gradient is the sum over the ranks of a part, divided by this; 0: by the number of all data ranks. For experts
+    that is right: each of them has seen the tokens of all ranks of its exchange already, so the mean over the batches of
+    all data ranks needs their number, and not the number of ranks of a part."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ def check_spreads(spreads: Sequence[Spread], model: nn.Module, comm: Any) -> Non
 
 
 def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread]) -> None:
-    """Note in each plan which spread its parameters are of: ``plan.spread``, counted from 1. Parts of parameters are of the last."""
+    """Note in each plan which spread its parameters are of: ``plan.spread``, counted from 1. Parts of parameters are of
+    the last."""
     of = {p: at for at, spread in enumerate(spreads, 1) for module in spread.modules for p in module.parameters()}
     for plan in plans:
         found = {len(spreads)} if plan.parted else {of.get(p, 0) for p in plan.params}
