@@ -36,14 +36,15 @@ def test_unknown_names() -> None:
 
 @on_ranks(4)
 def test_data_ranks() -> None:
-    """Two data dimensions around one of slices: ranks that differ in it have other values, and are left alone."""
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("tp", "dp", "cp"))
-    tp = mesh.get_local_rank("tp")
-    assert ranks_along(mesh, ("dp", "cp")) == [2 * tp, 2 * tp + 1]
-    torch.manual_seed(tp)
+    """Two data dimensions beside another one: ranks that differ in that have other values, and are left alone."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("part", "dp", "cp"))
+    part = mesh.get_local_rank("part")
+    assert ranks_along(mesh, ("dp", "cp")) == [2 * part, 2 * part + 1]
+    torch.manual_seed(part)
     model = Tiny()
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model, _ = zeropp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zeropp.Config(stage=3), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = zeropp.prepare(model, optimizer, zeropp.Config(stage=3), mesh=mesh, data_dims=("dp", "cp"))
     assert engine_of(model).ranks == 2
     with zeropp.gathered(model):
         for name, values in model.named_parameters():
