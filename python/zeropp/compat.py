@@ -265,23 +265,18 @@ def _of_hosts() -> Iterator[Row]:
 
 
 def _of_experts() -> Iterator[Row]:
-    experts = "Config.experts"
-    yield Row(experts, GIVEN, OPTIMIZER, kinds(*TALKING),
-              "its step goes over all ranks, of which each has its own experts", "use AdamW or another element-wise optimizer, or leave it at None")
-    yield Row(experts, GIVEN, "Precision.stored", GIVEN,
-              "experts in few bits are not divided among ranks yet", "leave one of the two out")
-    for kind in ("params", "grads", "optimizer"):
-        yield Row(experts, GIVEN, f"Config.offload.{kind}.kind", these("nvme"),
-                  "files are laid out for units that all ranks partition", f"leave it at None, or keep offload.{kind} off 'nvme'")
+    slices = "Experts.slices"
+    yield Row(slices, MORE_THAN_ONE, OPTIMIZER, kinds(*TALKING),
+              "its step needs whole matrices, or their norms", "use AdamW or another element-wise optimizer, or slices=1")
     for option, values in (
+        ("Precision.stored", GIVEN),
+        *((f"Config.offload.{kind}.kind", these("nvme")) for kind in ("params", "grads", "optimizer")),
         ("Config.offload.delayed_update", GIVEN),
         ("Config.step_in_backward", YES),
-        ("Config.comm.params", other_than("exact")),
-        ("Config.comm.grads", other_than("exact")),
-        ("Config.comm.secondary_shard", other_than(0)),
-        ("hosts", MORE_THAN_ONE),
     ):
-        yield Row(experts, GIVEN, option, values, "it is not done for experts of several ranks yet", "leave one of the two out")
+        yield Row(slices, MORE_THAN_ONE, option, values, "sliced experts live and are stepped in memory, between two passes", "use slices=1")
+    yield Row("Config.experts", GIVEN, JOB, MORE_THAN_ONE,
+              "tokens go to experts on all ranks of the job", "leave it at None")
 
 
 def _of_calls() -> Iterator[Row]:

@@ -43,6 +43,7 @@ def _configs() -> dict[str, tuple[str, dict[str, Any]]]:
 def build(name: str, implementation: str = "eager") -> Any:
     """Return a model with random values, the same in every call."""
     import transformers
+    import zeropp.hf  # noqa: F401  registers the implementation "zeropp"
 
     kind, fields = _configs()[name]
     torch.manual_seed(0)

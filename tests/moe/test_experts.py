@@ -153,3 +153,157 @@ def test_reads_and_writes(stage: int) -> None:
     zeropp.load_full_state_dict(model, {name: one.detach() for name, one in plain.items()})
     for name, value in zeropp.full_state_dict(model).items():
         assert torch.equal(value, plain[name]), name
+
+
+# -- experts on different ranks ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_equal_one_process(name: str) -> None:
+    """Every model, two ranks with different experts."""
+    parity(name, 2, stage=3)
+
+
+LAYOUTS = {
+    "4 of 4": 4, "2 of 4": 2, "1 of 4": 1, "more ranks than experts": zeropp.Experts(parallel=4, slices=2),
+}  # fmt: skip
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_ranks(layout: str) -> None:
+    parity("Mixtral", LAYOUTS[layout], "zeropp", stage=3)
+
+
+@pytest.mark.slow
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_every_stage(name: str, stage: int, implementation: str) -> None:
+    parity(name, 2, implementation, stage=stage)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "gather": {"host_copy": "off"}, "stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2},
+    "units": {"units": ("MixtralExperts",)},
+}  # fmt: skip
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways(way: str) -> None:
+    parity("Mixtral", 2, **WAYS[way])
+
+
+def train(model: Any, batches: Any, **config: Any) -> tuple[Any, Any, float]:
+    """Prepare a model, and take a backward on this rank's batch."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(experts=2, **config))
+    loss = batches(model)
+    loss.backward()
+    return model, optimizer, loss.item()
+
+
+@on_ranks(2)
+def test_experts_without_a_token() -> None:
+    """The router sends all tokens to the experts of rank 1: rank 0's have gradients of zeros, as in one process."""
+    rank = torch.distributed.get_rank()
+
+    def build() -> Any:
+        model = moe_models.build("GptOss", "grouped_mm")
+        for layer in model.model.layers:
+            layer.mlp.router.bias.data.copy_(torch.tensor([-50.0, -50.0, 50.0, 50.0]))
+        return model
+
+    plain = build()
+    loss_of(plain, torch.cat([batch(0, r) for r in range(2)])).backward()
+    model, _, _ = train(build(), lambda model: loss_of(model, batch(0, rank)))
+    for (path, parameter), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        compare(zeropp.get_full(parameter, "grad"), theirs.grad, path)
+        if path.endswith("experts.down_proj"):
+            assert not theirs.grad[:2].any()
+
+
+@on_ranks(2)
+def test_frozen_experts_padding_and_clipping() -> None:
+    """Experts are frozen, ranks have batches of different lengths with padding, and the step is clipped."""
+    rank = torch.distributed.get_rank()
+    rows = [batch(0, 0, length=9), batch(0, 1, rows=1, length=5)]
+    masks = [torch.ones_like(ids) for ids in rows]
+    masks[0][0, :3] = 0
+
+    def loss(model: Any, r: int) -> Tensor:
+        logits = model(input_ids=rows[r], attention_mask=masks[r], use_cache=False).logits
+        return (logits.float() * masks[r].unsqueeze(-1)).square().mean()
+
+    def build() -> Any:
+        model = moe_models.build("Mixtral", "grouped_mm")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+        return model
+
+    plain = build()
+    (sum(loss(plain, r) for r in range(2)) / 2).backward()  # type: ignore[attr-defined]
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+    model, optimizer, _ = train(build(), lambda model: loss(model, rank))
+    assert abs(optimizer.clip_grad_norm_(1e-3) - wanted) <= BOUND * wanted
+    for (path, parameter), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        gradient = zeropp.get_full(parameter, "grad")
+        if theirs.grad is None:
+            assert gradient is None, path
+        else:
+            compare(gradient, theirs.grad, path)
+
+
+@on_ranks(2)
+def test_generate_and_evaluate() -> None:
+    """Ranks with prompts of their own generate together, what one process generates."""
+    rank = torch.distributed.get_rank()
+    prompt = batch(0, rank, rows=1, length=6)
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = moe_models.build("Mixtral").eval().generate(prompt, **how)
+    model, _ = zeropp.prepare(moe_models.build("Mixtral", "grouped_mm").eval(), None, zeropp.Config(experts="auto"))
+    assert torch.equal(model.generate(prompt, **how, synced_gpus=True), wanted)
+
+
+@on_ranks(2)
+def test_checkpoints_go_to_any_layout() -> None:
+    """Saved by ranks with different experts, loaded with all experts in slices on every rank, and the other way round."""
+    folder = of_all_ranks(tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None)[0]
+    layouts: list[Any] = [2, zeropp.Experts(parallel=1, slices=2), None, zeropp.Experts(parallel=2, slices=2)]
+    want: dict[str, Tensor] = {}
+    for number, layout in enumerate(layouts):
+        model = moe_models.build("Mixtral", "grouped_mm")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = zeropp.Config(stage=(3, 1, 0, 2)[number], experts=layout)
+        model, optimizer = zeropp.prepare(model, optimizer, config)
+        path = "model.layers.1.mlp.experts.down_proj"
+        parameter = dict(model.named_parameters())[path]
+        if number:
+            zeropp.load(folder, model, optimizer)
+            whole = zeropp.full_state_dict(model)
+            assert [name for name, value in whole.items() if not torch.equal(want[name], value)] == []
+            moment = zeropp.get_full(parameter, "exp_avg")
+            assert moment is not None and torch.equal(moment, want["moment"])
+        loss_of(model, batch(number, torch.distributed.get_rank())).backward()
+        optimizer.step()
+        zeropp.save(folder, model, optimizer, step=number)
+        moment = zeropp.get_full(parameter, "exp_avg")
+        assert moment is not None
+        want = {**zeropp.full_state_dict(model), "moment": moment}
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(2)
+def test_states_and_gradients_on_disk() -> None:
+    """The ranks with the same experts stream their gradients and states through files."""
+    folder = of_all_ranks(tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None)[0]
+    parity("Mixtral", 2, offload=zeropp.Offload(grads="nvme", optimizer="nvme", path=folder))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder)

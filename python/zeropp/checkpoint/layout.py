@@ -61,6 +61,10 @@ class Layout:
         """True on the first of the ranks that a unit is cut over."""
         return self.firsts[unit.index] == self.rank
 
+    def is_cut(self, name: str) -> bool:
+        """True if a manifest has to say what a parameter's parts are: there are several, or one that is no plain copy."""
+        return len(self.parts[name]) > 1 or not self.parts[name][0].is_whole
+
     def part(self, entry: Entry) -> int:
         """Return the number of the part that this rank has of a parameter."""
         return self.parts[entry.names[0]].index(entry.held)
@@ -87,7 +91,7 @@ def layout_of(engine: Engine, model: nn.Module, what: str) -> Layout:
         for name in one["buffers"]:
             layout.buffers.setdefault(name, rank)
     for name, parts in layout.parts.items():
-        if len(parts) > 1 or not parts[0].is_whole:
+        if layout.is_cut(name):
             _require_whole(name, parts, layout.writers[name], what)
     return layout
 

@@ -414,7 +414,7 @@ def _describe_parameters(engine: Engine, layout: Layout, left_out: set[str]) -> 
                 **({"complex": True} if entry.is_complex else {}),
                 "trainable": unit.trainable,
                 "unit": unit.name,
-                **({} if len(parts) == 1 else {"parts": [part_json(one) for one in parts]}),
+                **({"parts": [part_json(one) for one in parts]} if layout.is_cut(name) else {}),
                 "pieces": {},
             }
     return described
@@ -425,7 +425,7 @@ def _with_pieces(firsts: list[dict[str, Any]], parts: list[dict[str, Any]], layo
     described = {name: one for part in firsts for name, one in part["parameters"].items()}
     for rank, part in enumerate(parts):
         for name, begin, end, index, kinds in part["pieces"]:
-            piece = [rank, begin, end, index] if len(layout.parts[name]) > 1 else [rank, begin, end]
+            piece = [rank, begin, end, index] if layout.is_cut(name) else [rank, begin, end]
             for kind in ("", *kinds):
                 described[name]["pieces"].setdefault(kind, []).append(piece)
         for name, steps in part["steps"].items():

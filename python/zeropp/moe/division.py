@@ -2,7 +2,7 @@
 """The experts of a model divided among the ranks: which rank has which, who exchanges tokens, and who holds the same experts.
 
 Of N ranks, ``ep`` consecutive ones hold different experts; rank r has the part ``r % ep`` of every layer. The N/ep ranks with the same
-part partition it, as all N ranks partition the rest of the model:
+part partition it, as all N ranks partition the rest of the model (zero/model/spread.py):
 
     rank           0      1      2      3          N = 4, ep = 2
     experts      0..3   4..7   0..3   4..7         of 8
@@ -12,17 +12,22 @@ part partition it, as all N ranks partition the rest of the model:
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from zeropp.config import Config, not_yet
+from zeropp.config import Config
 from zeropp.errors import ConfigError
 from zeropp.moe.exchange import Exchange
 from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers
 from zeropp.zero.model.boxes import Box, Boxes, Dims, one_box
 from zeropp.zero.model.part import Parts, cut
+
+_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""By the process group of the job and ``ep``: the group of this rank."""
 
 
 @dataclass
@@ -35,9 +40,7 @@ class Division:
     slices: int
     """Slices of an expert, each an expert of its own here."""
     exchange: Exchange
-    """Of the ranks that hold different experts; of this rank alone where one rank has them all."""
-    same: Any
-    """Communicator of the ranks that hold the same experts; None: no other rank has them."""
+    """Of the ranks that hold different experts."""
     parts: dict[nn.Parameter, nn.Parameter]
     """By parameter of the model, this rank's part; empty where one rank has all experts."""
 
@@ -61,18 +64,30 @@ def divide(model: nn.Module, config: Config, comm: Any) -> Division:
     chosen: Any = config.experts
     count = comm.ranks if comm is not None else 1
     ranks = chosen.ranks_of(count, [(layer.name, layer.experts) for layer in layers])
-    if ranks > 1:
-        raise not_yet("Config.experts", ranks, "experts on different ranks wait for groups of ranks; use experts=1")
-    if chosen.slices == 1:
-        return Division(layers, 1, 1, Exchange(), comm, {})
+    exchange = Exchange(_ranks_of(comm, ranks))
     parts = {}
-    for layer in layers:
+    for layer in layers if ranks > 1 or chosen.slices > 1 else ():
         for key in layer.keys:
             parameter = layer.module._parameters[key]
             assert parameter is not None
             boxes = tuple(_boxes(layer, key, parameter.shape, rank, ranks, chosen.slices) for rank in range(ranks))
-            parts[parameter] = cut(parameter, Parts(None, boxes))
-    return Division(layers, ranks, chosen.slices, Exchange(), comm, parts)
+            parts[parameter] = cut(parameter, Parts(exchange.comm, boxes))
+    return Division(layers, ranks, chosen.slices, exchange, parts)
+
+
+def _ranks_of(comm: Any, ep: int) -> Any:
+    """Return the process group of the ranks that hold different experts, this rank among them; None for one rank. Collective.
+
+    Exchanges have a group of their own also where all ranks take part: their order among the coordinator's collectives is not fixed.
+    """
+    if ep == 1:
+        return None
+    known = _groups.setdefault(dist.group.WORLD, {})
+    if ep not in known:
+        rows = [[*range(first, first + ep)] for first in range(0, comm.ranks, ep)]
+        made = [dist.new_group(ranks) for ranks in rows]
+        known[ep] = made[comm.rank // ep]
+    return known[ep]
 
 
 def _boxes(layer: ExpertLayer, key: str, shape: Dims, rank: int, ranks: int, slices: int) -> Boxes:

@@ -106,7 +106,7 @@ class ExpertsForward:
     Args:
         layer: the module.
         exchange: of the ranks that hold different experts.
-        local: the parameters of this rank's experts, by name; empty: those of the module.
+        local: the parameters of this rank's experts, by name.
         slices: of an expert, which are experts here: a token that chose one chose all its slices, with the same weight.
     """
 
@@ -139,12 +139,12 @@ class ExpertsForward:
 
 
 @contextlib.contextmanager
-def local_experts(module: nn.Module, experts: int, local: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def local_experts(module: Any, experts: int, local: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a module see this rank's experts alone."""
     whole = {key: module._parameters[key] for key in local}
     count = module.num_experts
     module._parameters.update(local)
-    module.num_experts = experts  # type: ignore[assignment]
+    module.num_experts = experts
     try:
         yield
     finally:

@@ -95,7 +95,7 @@ def sizes_of(engine: ModelState, *, padded: bool) -> list[UnitSizes]:
 
 
 def _size_of(engine: ModelState, unit: Unit, padded: bool) -> UnitSizes:
-    ranks, stage = engine.ranks, engine.stage
+    ranks, stage = unit.ranks, engine.stage
     numel = sum(entry.numel for entry in unit.params)
     params_bytes = numel * unit.dtype.itemsize
     second = params_bytes / engine.sharers if engine.sharers and unit.place == SHARD else 0

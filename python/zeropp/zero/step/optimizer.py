@@ -237,6 +237,11 @@ class ZeroOptimizer(optim.Optimizer):
         if engine.core.hold:
             compat.check({**custom.facts_of(self), "clip_grad_norm_.norm_type": p})
         self._refuse_complex(f"clip_grad_norm_: norm_type {p} has")
+        if engine.local and any(unit.ranks < engine.ranks for unit in engine.units):
+            raise ConfigError(
+                f"clip_grad_norm_: norm_type {p} at stage 0, where each rank has whole gradients of its own experts, is not supported; use "
+                "norm_type 2.0, or stage 1, 2 or 3"
+            )
         largest = p == float("inf")
         parts = [torch.zeros((), dtype=torch.float64, device="cpu")]
         for gradient in self._held_gradients():
