@@ -129,7 +129,8 @@ static int begin_alone(Zero *zero) {
     if (zero->pass.required) {
         status = zpp_fail(&err, ZPP_STATE,
                           "zero: a backward of a pipeline's stage outside of an adopted schedule, so nothing says "
-                          "which backward is the last; call zeropp.parallel.pipeline(schedule) once, then schedule.step()");
+                          "which backward is the last; call zeropp.parallel.pipeline(schedule) once, then "
+                          "schedule.step()");
     } else {
         choose_reduction(zero);
         status = zpp_zero_backward_begin(zero->core, zero->reduces, &err);

@@ -100,7 +100,8 @@ static PyObject *zero_pass_close(PyObject *self, PyObject *unused) {
     struct zpp_py_pass *pass = &zero->pass;
     Py_CLEAR(pass->units);
     if (pass->begun) {
-        if (zpp_py_follow(zero) || zpp_py_run_end(zero, zpp_zero_pass_close) || zpp_py_show_gradients(zero)) return NULL;
+        if (zpp_py_follow(zero) || zpp_py_run_end(zero, zpp_zero_pass_close)) return NULL;
+        if (zpp_py_show_gradients(zero)) return NULL;
         zero->backwards++;
         zero->at_boundary = zero->boundary;
     }

@@ -413,7 +413,7 @@ static void check_norm(struct rank_state *state) {
             for (size_t i = 0; i < elems; i++) wanted += sum[i] * sum[i];
         }
     }
-    const double found = zpp_norm_squares_of(norms, plan->units, plan->ranks);
+    const double found = zpp_norm_squares_of(&state->stepper, norms);
     REQUIRE(found == wanted, "rank %d: squares %g of the gradients, not %g", state->rank, found, wanted);
 }
 
