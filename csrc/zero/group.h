@@ -10,7 +10,7 @@
  * only the values differ between parts. So one coordinator has one order of reductions, one ring of descriptors and one
  * region for each kind of memory, over the data ranks: a rank reads there what the members of the unit's group have.
  * Two coordinators in one backward would have two orders, and could wait for each other
- * (docs/design/0040-groups-of-ranks.md).
+ * (docs/design/0043-groups-of-ranks.md).
  */
 #ifndef ZPP_ZERO_GROUP_H
 #define ZPP_ZERO_GROUP_H
