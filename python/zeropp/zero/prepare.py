@@ -124,7 +124,7 @@ def prepare_over(
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)))
-    host_copy = device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
+    host_copy = _has_host_copy(config, comm, device)
     engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, spreads)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
@@ -143,6 +143,11 @@ def prepare_over(
     engine.core.release_all()
     give_back()  # malloc would keep the memory of the parameters whose values were copied
     return model, optimizer
+
+
+def _has_host_copy(config: Config, comm: Any, device: torch.device) -> bool:
+    """Return whether the ranks of a host share one copy of the parameters, in memory of the CPU."""
+    return device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
 
 
 def _divide(model: nn.Module, config: Config, comm: Any) -> Division | None:
