@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from zeropp.checkpoint.job_state import JobState
-from zeropp.checkpoint.layout import job_of
+from zeropp.checkpoint.job.layout import job_of
+from zeropp.checkpoint.job.whole import JobState
 from zeropp.checkpoint.sources import FILE_BYTES, Source, opened, plan_files, write_file, write_index
 from zeropp.comm.collective import broadcast
 from zeropp.errors import CheckpointError, are, counted

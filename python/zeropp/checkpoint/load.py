@@ -19,7 +19,7 @@ from torch import nn
 from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import finish
 from zeropp.checkpoint.full_state import write_piece
-from zeropp.checkpoint.layout import entries_of, job_of
+from zeropp.checkpoint.job.layout import entries_of, job_of
 from zeropp.checkpoint.manifest import candidates, none_good, read_manifest
 from zeropp.checkpoint.pieces import Files
 from zeropp.checkpoint.plain import from_plain

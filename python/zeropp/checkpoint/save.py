@@ -27,8 +27,8 @@ from zeropp.checkpoint import background as behind
 from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import Saving
 from zeropp.checkpoint.content import FORMAT, VERSION, part_json, part_name
-from zeropp.checkpoint.folder_groups import Group, rank_in_job
-from zeropp.checkpoint.layout import Layout, entries_of, job_of, layout_of
+from zeropp.checkpoint.job.folders import Group, rank_in_job
+from zeropp.checkpoint.job.layout import Layout, entries_of, job_of, layout_of
 from zeropp.checkpoint.manifest import LATEST, MANIFEST, SCALES, SPARE, leftovers_in, manifest_text, steps_in
 from zeropp.checkpoint.plain import to_plain
 from zeropp.comm.collective import Ranks
