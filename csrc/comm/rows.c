@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../ops/element.h"
 #include "internal.h"
 
 enum phase_kind { DISPATCH = 1, COMBINE, COMBINE_BACKWARD, WEIGHTS_BACKWARD, DISPATCH_BACKWARD };
@@ -202,8 +203,9 @@ static zpp_status check_counts(struct zpp_rows *rows, const struct phase *phase,
     for (size_t r = 0; r < rows->ranks; r++) {
         if (phase->count[r] == (size_t)wanted[r]) continue;
         describe(rows, &phase->desc, doing, sizeof doing);
-        return zpp_fail_rank(err, ZPP_PEER, (int)r, "moe: rank %zu has %zu rows in %s, wanted %lld as in its dispatch",
-                             r, phase->count[r], doing, (long long)wanted[r]);
+        const int label = rows->comm ? zpp_label(rows->comm, (int)r) : 0;
+        return zpp_fail_rank(err, ZPP_PEER, label, "moe: rank %d has %zu rows in %s, wanted %lld as in its dispatch",
+                             label, phase->count[r], doing, (long long)wanted[r]);
     }
     return ZPP_OK;
 }
@@ -302,6 +304,9 @@ static zpp_status check_format(const struct zpp_rows *rows, const struct zpp_row
     if (dispatch->k < 1 || dispatch->k > ZPP_MOE_MAX_CHOICES || dispatch->width_elems < 1)
         return zpp_fail(err, ZPP_INVALID, "moe: k is %zu and the width %zu, wanted k 1 to %d and a width of at least 1",
                         dispatch->k, dispatch->width_elems, (int)ZPP_MOE_MAX_CHOICES);
+    if (!zpp_element_is_float(dispatch->dtype))
+        return zpp_fail(err, ZPP_INVALID, "moe: rows of dtype %d, wanted float32, bfloat16 or float16",
+                        (int)dispatch->dtype);
     if (dispatch->tokens > INT32_MAX / dispatch->k)
         return zpp_fail(err, ZPP_INVALID, "moe: %zu tokens with %zu choices, wanted fewer than 2^31 in all",
                         dispatch->tokens, dispatch->k);
@@ -350,8 +355,8 @@ static zpp_status count_choices(struct zpp_rows *rows, const struct phase *phase
     zpp_moe_choices_count(&choices, rows->counts, rows->rows_of);
     for (size_t r = 0; r < rows->ranks; r++)
         if (rows->rows_of[r] > INT32_MAX)
-            return zpp_fail(err, ZPP_INVALID, "moe: %lld rows go to rank %zu, wanted fewer than 2^31",
-                            (long long)rows->rows_of[r], r);
+            return zpp_fail(err, ZPP_INVALID, "moe: %lld rows go to rank %d, wanted fewer than 2^31",
+                            (long long)rows->rows_of[r], rows->comm ? zpp_label(rows->comm, (int)r) : 0);
     *rows_here = (size_t)rows->rows_of[rows->rank];
     rows->gathered = false;
     return ZPP_OK;

@@ -5,7 +5,8 @@
  * row reads it where it lies (csrc/ops/moe/peers.h).
  *
  *   dispatch           tokens and choices are published; each rank sorts everybody's choices and gathers the rows of
- * its own experts combine            rows that the experts made are published; a token's owner takes their weighted sum
+ *                      its own experts
+ *   combine            rows that the experts made are published; a token's owner takes their weighted sum
  *   combine backward   gradients of the sums and weights are published; an expert's rank gathers w grad, and the
  *                      products <row, grad>, which the owners of the weights read in a phase of their own
  *   dispatch backward  gradients of the gathered rows are published; a token's owner sums them

@@ -205,6 +205,7 @@ static void departed(struct test_rank *me) {
     struct layer layer;
     const int last = *(int *)me->arg;
     open_layer(&layer, me);
+    test_join(me); /* rank 1 leaves when all have the layer */
     const zpp_status status = phases(&layer, me, me->rank == 1 ? last : last + 1, &err);
     if (me->rank == 1) {
         CHECK_EQUAL(status, ZPP_OK);
@@ -251,6 +252,51 @@ static void refused(struct test_rank *me) {
 
 static void several_hosts_are_refused(void) { run_hosts("ab", refused, NULL); }
 
+/* Rank 1 publishes one row more than its dispatch found; messages call it 11. */
+static void too_many_rows(struct test_rank *me) {
+    static _Thread_local float buffer[ROWS_MAX][WIDTH];
+    static const int job_ranks[] = {10, 11};
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct layer layer;
+    struct tokens tokens;
+    float y[TOKENS_MAX][WIDTH];
+    make_tokens(&tokens, 1, me->rank, me->ranks * EXPERTS_A_RANK);
+    zpp_comm_set_job_ranks(me->comm, job_ranks);
+    open_layer(&layer, me);
+    CHECK_OK(dispatch(&layer, &tokens, buffer, &err));
+    if (me->rank == 1) layer.numbers[zpp_rows_numbers((size_t)me->ranks) - 1]++;
+    const zpp_status status = zpp_rows_combine(layer.rows, &layer.plan, buffer, NULL, y, NULL, &patient, &err);
+    CHECK_EQUAL(status, me->rank == 1 ? ZPP_OK : ZPP_PEER);
+    if (me->rank == 0) {
+        CHECK_EQUAL(err.rank, 11);
+        CHECK(strstr(err.text, "rank 11 has"));
+    }
+    test_join(me);
+    zpp_rows_destroy(layer.rows);
+}
+
+static void a_rank_with_other_rows_is_named_as_in_the_job(void) { run_ranks(2, too_many_rows, NULL); }
+
+static void other_dtype(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct layer layer;
+    struct tokens tokens;
+    size_t here;
+    make_tokens(&tokens, 1, me->rank, EXPERTS_A_RANK);
+    open_layer(&layer, me);
+    const struct zpp_rows_dispatch call = {.tokens = 1,
+                                           .width_elems = WIDTH,
+                                           .k = K,
+                                           .experts = EXPERTS_A_RANK,
+                                           .dtype = ZPP_F64,
+                                           .x = tokens.x,
+                                           .chosen = tokens.chosen};
+    CHECK_FAILS(zpp_rows_dispatch_begin(layer.rows, &call, NULL, &patient, &here, &err), ZPP_INVALID, "rows of dtype");
+    zpp_rows_destroy(layer.rows);
+}
+
+static void rows_of_other_dtypes_are_refused(void) { run_ranks(1, other_dtype, NULL); }
+
 static void late_rank(struct test_rank *me) {
     const struct zpp_wait impatient = {50 * UINT64_C(1000000), NULL, NULL};
     struct zpp_err err = ZPP_ERR_INIT;
@@ -279,6 +325,8 @@ int main(int argc, char **argv) {
                                              TEST(a_rank_that_leaves_is_named_in_every_phase),
                                              TEST(ranks_that_diverge_get_both_sides),
                                              TEST(several_hosts_are_refused),
+                                             TEST(a_rank_with_other_rows_is_named_as_in_the_job),
+                                             TEST(rows_of_other_dtypes_are_refused),
                                              TEST(a_late_rank_ends_the_wait),
                                              {0}};
     return test_main(argc, argv, cases);
