@@ -198,6 +198,7 @@ static size_t collect(const struct exchange *exchange, const void *const *pieces
 static void read_to_tokens(const struct exchange *exchange, const void *const *pieces, int index) {
     const struct zpp_heads_job *job = exchange->job;
     const struct zpp_heads_tensor *tensor = &job->tensor[index];
+    if (!job->batch || !job->lengths[exchange->me]) return; /* no bytes come, so the pieces have no address */
     for (size_t head = 0, until; head < tensor->heads; head = until) {
         struct copy copy = {.dtype = job->dtype};
         until = collect(exchange, pieces, index, head, &copy);
