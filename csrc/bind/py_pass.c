@@ -53,6 +53,7 @@ static PyObject *zero_pass_graph(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "pass_graph: wanted one byte for each unit");
         return NULL;
     }
+    if (!zero->pass.open) return raise_state("zero: a graph is announced, and no pass is open"), NULL;
     Py_XDECREF(zero->pass.units);
     zero->pass.units = Py_NewRef(units);
     zero->pass.forwards = forwards;
@@ -64,7 +65,8 @@ static PyObject *zero_pass_graph(PyObject *self, PyObject *args) {
 static PyObject *zero_pass_take(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
-    if (!zero->pass.units || zpp_py_follow(zero) || zpp_py_graph_begin(zero)) return NULL;
+    if (!zero->pass.units) return raise_state("zero: gradients are taken of a graph that was not announced"), NULL;
+    if (zpp_py_follow(zero) || zpp_py_graph_begin(zero)) return NULL;
     const char *units = PyBytes_AsString(zero->pass.units);
     for (Py_ssize_t at = 0; at < PyList_Size(zero->units); at++) {
         Unit *unit = (Unit *)PyList_GetItem(zero->units, at);
@@ -77,19 +79,36 @@ static PyObject *zero_pass_take(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* pass_hold(units, by): +1 keeps units whole, and their parameters plain tensors, until -1. */
+static int gather(Unit *unit) { return zpp_py_need(unit, ZPP_PHASE_BACKWARD); }
+
+static int pin(Unit *unit) {
+    unit->unit->pins++;
+    return 0;
+}
+
+static int unpin(Unit *unit) {
+    unit->unit->pins--;
+    return 0;
+}
+
+/* Call `each` for the units of a graph until one fails; 0, or -1 with an error set. */
+static int for_units(Zero *zero, PyObject *units, int (*each)(Unit *)) {
+    int failed = 0;
+    for (Py_ssize_t at = 0; !failed && at < PyList_Size(zero->units) && at < PyBytes_Size(units); at++)
+        if (PyBytes_AsString(units)[at] != ZPP_GRAPH_WITHOUT) failed = each((Unit *)PyList_GetItem(zero->units, at));
+    return failed;
+}
+
+/* pass_hold(units, by): +1 keeps units whole, and their parameters plain tensors, until -1. An error leaves no unit
+ * held. */
 static PyObject *zero_pass_hold(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     PyObject *units;
     int by;
     if (!PyArg_ParseTuple(args, "Si", &units, &by)) return NULL;
-    for (Py_ssize_t at = 0; at < PyList_Size(zero->units) && at < PyBytes_Size(units); at++) {
-        Unit *unit = (Unit *)PyList_GetItem(zero->units, at);
-        if (PyBytes_AsString(units)[at] == ZPP_GRAPH_WITHOUT) continue;
-        if (by > 0 && zpp_py_need(unit, ZPP_PHASE_BACKWARD)) return NULL;
-        unit->unit->pins += by;
-        if (by < 0 && zpp_py_release(unit)) return NULL;
-    }
+    int failed = by > 0 ? for_units(zero, units, gather) : for_units(zero, units, unpin);
+    if (!failed) failed = by > 0 ? for_units(zero, units, pin) : for_units(zero, units, zpp_py_release);
+    if (failed) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from zeropp.comm.job import JobRanks, over
 from zeropp.parallel.cut import balanced
 from zeropp.parallel.mesh import ranks_along
+from zeropp.zero.engine import engine_of
 from zeropp.zero.prepare import prepare_over
 
 MICRO, ROWS, WIDTH, CLASSES, CLIP = 4, 2, 16, 20, 0.1
@@ -263,6 +264,18 @@ def test_refusals() -> None:
     assert "tied parameters across ranks are not supported yet" in told, told
     told = sentence(lambda: zeropp.parallel.cut(Block(), mesh["pp"], kind), zeropp.ConfigError)
     assert "Block has no plan" in told, told
+
+
+def test_calls_out_of_turn() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model, _ = zeropp.prepare(model, adam(model), zeropp.Config(stage=2))
+    core = engine_of(model).core
+    with pytest.raises(zeropp.Error, match="no pass is open"):
+        core.pass_graph(bytes(1), 1)
+    core.pass_open(False, 1)
+    with pytest.raises(zeropp.Error, match="was not announced"):
+        core.pass_take()
+    core.pass_abort()
 
 
 def test_balance() -> None:
