@@ -4,6 +4,7 @@
  */
 #include "group.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -52,13 +53,21 @@ static zpp_status check_coordinator(const zpp_zero *zero, const char *name, stru
                     name, what);
 }
 
-zpp_status zpp_zero_add_group(zpp_zero *zero, const struct zpp_group_spec *spec, int *index, struct zpp_err *err) {
-    zpp_status status = check_coordinator(zero, spec->name, err);
-    if (status != ZPP_OK) return status;
+static zpp_status check_spec(const zpp_zero *zero, const struct zpp_group_spec *spec, struct zpp_err *err) {
+    if (!(spec->divisor >= 0.0 && isfinite(spec->divisor)))
+        return zpp_fail(err, ZPP_INVALID, "zero: divisor %g of group \"%s\", wanted above 0, or 0 for %d data ranks",
+                        spec->divisor, spec->name, zero->ranks);
     for (int r = 0; r < zero->ranks; r++)
         if (spec->part_of[r] < 0 || spec->part_of[r] >= zero->ranks)
             return zpp_fail(err, ZPP_INVALID, "zero: data rank %d holds part %d of group \"%s\", wanted 0 to %d", r,
                             spec->part_of[r], spec->name, zero->ranks - 1);
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_add_group(zpp_zero *zero, const struct zpp_group_spec *spec, int *index, struct zpp_err *err) {
+    zpp_status status = check_coordinator(zero, spec->name, err);
+    if (status == ZPP_OK) status = check_spec(zero, spec, err);
+    if (status != ZPP_OK) return status;
     struct zpp_group **groups = zpp_array_reserve(zero->groups, (size_t)zero->groups_count, &zero->groups_capacity,
                                                   sizeof(struct zpp_group *));
     struct zpp_group *group = groups ? calloc(1, sizeof *group) : NULL;

@@ -11,7 +11,6 @@
 #include "internal.h"
 #include "on_device.h"
 
-
 struct zpp_step_device {
     struct zpp_step_device_options options;
     zpp_device *device;
