@@ -88,7 +88,7 @@ def _refuse_gradient(ref: Ref) -> PartitionedParameterError:
 def _reader() -> CodeType | None:
     """Return the code that reads an attribute: the first above the functions through which torch passes every read, those of
     ``torch.set_default_device`` among them."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)  # of the class that calls _manage
     while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     return frame.f_code
