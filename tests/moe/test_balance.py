@@ -10,7 +10,9 @@ import zeropp
 from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
 from zeropp import Config, ConfigError, moe
+from zeropp.comm.job import over
 from zeropp.moe import Gate, MoE
+from zeropp.zero.prepare import prepare_over
 
 transformers = pytest.importorskip("transformers")
 EXPERTS = 8
@@ -65,6 +67,21 @@ def test_the_bias_of_transformers_moves_once_a_step(accumulate: int) -> None:
             moved = RATE * torch.sign(mean - count) if (step + 1) % accumulate == 0 else torch.zeros(EXPERTS)
             assert torch.equal(new, old + moved)
     assert all(torch.equal(a, b) for a, b in zip(*[of_all_ranks(biases(model))[i] for i in (0, -1)], strict=True))
+
+
+@on_ranks(4)
+def test_a_stage_of_a_pipeline_moves_its_own_biases() -> None:
+    """Ranks 0 and 1 have another layer than ranks 2 and 3, with another number of experts."""
+    rank = dist.get_rank()
+    mine = over([0, 1] if rank < 2 else [2, 3])
+    torch.manual_seed(rank // 2)
+    layer = MoE(16, 4 if rank < 2 else 6, 2, gate=Gate(bias_rate=RATE))
+    model, optimizer = prepare_over(mine, layer, torch.optim.SGD(layer.parameters(), lr=0.1), Config(stage=3))
+    model(torch.randn(9 + rank, 16, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    both = of_all_ranks(layer.counts.tolist())[rank // 2 * 2 :][:2]
+    optimizer.step()
+    counts = torch.tensor(both).sum(0).float()
+    assert torch.equal(layer.gate.e_score_correction_bias, RATE * torch.sign(counts.mean() - counts))
 
 
 def test_the_bias_of_a_layer_makes_its_experts_even() -> None:

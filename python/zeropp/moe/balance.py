@@ -50,9 +50,9 @@ def load(model: nn.Module, *, reset: bool = False, group: Any = None) -> dict[st
 def balance_bias(model: nn.Module, rate: float = 1e-3) -> list[str]:
     """Move ``e_score_correction_bias`` of a transformers' model after every step of an optimizer that has parameters of it.
 
-    The bias is added to the scores for choosing only; with c_e tokens for expert e since the last step, on all ranks together,
+    The bias is added to the scores for choosing only; with c_e tokens for expert e since the last step, on all data ranks together,
     b_e <- b_e + rate sign(mean(c) - c_e) (Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2). A :class:`zeropp.moe.MoE` whose
-    gate has a ``bias_rate`` needs no call. One all-reduce of the counts of all layers belongs to a step.
+    gate has a ``bias_rate`` needs no call. One collective of the counts of all layers belongs to a step.
 
     Args:
         model: with such biases, as DeepSeek-V3, GLM-4 MoE and their like have.

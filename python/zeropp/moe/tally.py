@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that each expert of a layer was given, and the biases that move by them after every step of an optimizer.
 
-With c_e tokens for expert e in the training passes since the last step, on all ranks together (Wang et al. 2024, algorithm 1;
+With c_e tokens for expert e in the training passes since the last step, on all data ranks together (Wang et al. 2024, algorithm 1;
 DeepSeek-V3, section 2.1.2):
 
     b_e <- b_e + rate * sign(mean(c) - c_e)
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zeropp.comm.collective import all_gather
 
 BIAS = "e_score_correction_bias"
 
@@ -74,12 +76,22 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     due = [(module, one) for module, one in _moved.items() if one.is_in(held)]
-    group = dist.group.WORLD if dist.is_initialized() else None
-    for (module, one), counts in zip(due, summed([one.tally.trained for _, one in due], group), strict=True):
+    for (module, one), counts in zip(due, _of_data_ranks([one.tally.trained for _, one in due], engine), strict=True):
         bias = getattr(module, BIAS)
         counts = counts.to(bias.device, torch.float32)
         bias.view(-1).add_(torch.sign(counts.mean() - counts), alpha=one.rate)
         one.tally.trained.zero_()
+
+
+def _of_data_ranks(counts: list[Tensor], engine: Any) -> list[Tensor]:
+    """Return counts summed over the ranks that partition the model: a stage of a pipeline has layers of its own. Without an engine,
+    over all ranks. Collective."""
+    if engine is None or not counts:
+        return summed(counts, dist.group.WORLD if dist.is_initialized() else None)
+    own = torch.cat([one.cpu() for one in counts])
+    every = own.new_empty(engine.ranks, len(own))
+    all_gather(engine.comm, every, own)
+    return list(every.sum(0).split([len(one) for one in counts]))
 
 
 def summed(counts: Sequence[Tensor], group: Any) -> list[Tensor]:
