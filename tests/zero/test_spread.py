@@ -16,6 +16,7 @@ import zeropp
 from disk import scratch
 from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
+from zeropp.zero.model.boxes import hold
 from zeropp.zero.model.spread import Spread
 from zeropp.zero.prepare import prepare_over
 
@@ -124,8 +125,12 @@ def _whole(model: nn.Module, parts: int) -> dict[str, Tensor]:
     }
 
 
-def _prepared(parts: int, config: dict[str, Any]) -> tuple[nn.Sequential, Any]:
+def _prepared(parts: int, config: dict[str, Any], held: bool = False) -> tuple[nn.Sequential, Any]:
     model = _model(_exchange(parts), parts)
+    for experts in (layer.experts for layer in model[:2] if held):
+        hold(experts.up, (EXPERTS, *experts.up.shape[1:]), (experts.first, 0, 0))
+        hold(experts.down, (EXPERTS, *experts.down.shape[1:]), (experts.first, 0, 0))
+        hold(experts.unused, (3,), (0,))
     spreads = [Spread(name=f"experts of layer {at}", modules=(model[at].experts,), parts=parts) for at in range(2)]
     return prepare_over(None, model, torch.optim.AdamW(model.parameters(), lr=LR), zeropp.Config(**config), spreads)
 
@@ -243,6 +248,31 @@ def test_overflow_is_named() -> None:
     scaler = optimizer._engine.scaler
     assert scaler.overflow == ["'0.experts.up' (rank 1 before the sum)"]
     assert scaler.skipped == 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_checkpoints_want_to_know_the_parts(stage: int) -> None:
+    """Without boxes one part would be kept in silence; with them whole values come back, and load where no module is spread."""
+    config = {"stage": stage}
+    with scratch() as path:
+        model, optimizer = _prepared(2, config)
+        for keep in (lambda: zeropp.save(path, model, optimizer, step=1), lambda: zeropp.full_state_dict(model)):
+            with pytest.raises(
+                zeropp.CheckpointError,
+                match=r"'0.experts.up' differs between ranks, .* call zeropp.zero.model.boxes.hold",
+            ):
+                keep()
+        model, optimizer = _prepared(2, config, held=True)
+        (model(_batch(0, dist.get_rank())) ** 2).mean().backward()
+        optimizer.step()
+        wanted = _whole(model, 2)
+        zeropp.save(path, model, optimizer, step=1)
+        plain = _model()
+        plain, adam = zeropp.prepare(plain, torch.optim.AdamW(plain.parameters()), zeropp.Config(stage=2))
+        zeropp.load(path, plain, adam)
+        for found in (zeropp.full_state_dict(model), zeropp.full_state_dict(plain)):
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 @on_ranks(2)

@@ -27,6 +27,7 @@ from zeropp.zero.access import gathered
 from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.boxes import Boxes, common, flat_at, strides_of, whole_of
 from zeropp.zero.model.buffers import loose_in, loose_tensors
+from zeropp.zero.model.part import parts_of
 from zeropp.zero.model_state import WHOLE, Entry, Unit
 
 BUCKET_BYTES = 64 << 20
@@ -66,7 +67,7 @@ def named_full_tensors(
     """
     engine = engine_of(model)
     engine.flush()
-    if engine.job is not None:
+    if engine.job is not None or _is_spread_by_hand(engine):
         yield from JobState(engine, model, "named_full_tensors").stream(bucket_bytes, only)
         return
     for bucket in _buckets(engine, bucket_bytes):
@@ -91,6 +92,11 @@ def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:
         held += size
     if bucket:
         yield bucket
+
+
+def _is_spread_by_hand(engine: Engine) -> bool:
+    """Return True for modules whose parameters differ between ranks (spread.py) and that :func:`gathered` does not join."""
+    return any(unit.ranks < engine.ranks and parts_of(unit.params[0].param) is None for unit in engine.units)
 
 
 def full_state_dict(

@@ -18,7 +18,7 @@ from zeropp.checkpoint.content import Parts, part_json, parts_of, problem_of_par
 from zeropp.comm.collective import Ranks
 from zeropp.errors import CheckpointError
 from zeropp.zero.engine import Engine
-from zeropp.zero.model.boxes import Boxes
+from zeropp.zero.model.boxes import Boxes, is_held
 from zeropp.zero.model.buffers import loose_tensors
 from zeropp.zero.model_state import Entry, Unit
 
@@ -81,6 +81,7 @@ def layout_of(engine: Engine, model: nn.Module, what: str) -> Layout:
         zeropp.CheckpointError: ranks hold parts of one parameter that overlap, that leave a gap, or that are of tensors of
             different shapes; names the parameter. On every rank.
     """
+    refuse_unknown_parts(engine, what)
     job = job_of(engine)
     numbers = [job.rank] if job.comm is None else list(job.comm.job_ranks)
     firsts = [job.rank if unit.comm is None else numbers.index(unit.comm.job_ranks[0]) for unit in engine.units]
@@ -94,6 +95,16 @@ def layout_of(engine: Engine, model: nn.Module, what: str) -> Layout:
         if layout.is_cut(name):
             _require_whole(name, parts, layout.writers[name], what)
     return layout
+
+
+def refuse_unknown_parts(engine: Engine, what: str) -> None:
+    """Raise zeropp.CheckpointError for a parameter that differs between data ranks, if nobody said which part of the whole each has."""
+    for unit, entry in entries_of(engine):
+        if unit.ranks < engine.ranks and not is_held(entry.param):
+            raise CheckpointError(
+                f"{what}: '{entry.names[0]}' differs between ranks, and nothing says which part of the whole tensor this rank has, so one "
+                "part would be kept and the others lost; call zeropp.zero.model.boxes.hold(parameter, whole, offset) before prepare"
+            )
 
 
 def _held_here(engine: Engine, model: nn.Module, layout: Layout) -> dict[str, Any]:

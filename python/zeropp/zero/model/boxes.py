@@ -99,6 +99,11 @@ def hold_boxes(parameter: torch.Tensor, part: Boxes) -> None:
     parameter._zeropp_boxes = part  # type: ignore[attr-defined]
 
 
+def is_held(parameter: torch.Tensor) -> bool:
+    """Return True if it was said which boxes a parameter is, also where they are the whole tensor."""
+    return "_zeropp_boxes" in parameter.__dict__
+
+
 def boxes_of(parameter: torch.Tensor) -> Boxes | None:
     """Return which boxes of its whole tensor a parameter is; None: all of it."""
     held: Boxes | None = parameter.__dict__.get("_zeropp_boxes")

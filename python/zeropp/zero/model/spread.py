@@ -8,7 +8,7 @@ on this:
     prepare_over(None, model, optimizer, config, [Spread(name="experts of layer 3", modules=(layer.experts,), parts=4)])
 
 A checkpoint has to know which part of a whole tensor each parameter is: tell it by ``boxes.hold`` before ``prepare``.
-Otherwise a parameter counts as whole, and a checkpoint keeps that of one part.
+Otherwise what saves, loads or gathers whole values raises an error that names the parameter.
 """
 
 from __future__ import annotations
