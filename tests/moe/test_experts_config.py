@@ -9,6 +9,7 @@ import moe_models
 import pytest
 import torch
 import zeropp
+from ranks import on_ranks
 from zeropp.moe import experts
 
 LAYERS = [("model.layers.0.mlp.experts", 8), ("model.layers.1.mlp.experts", 12)]
@@ -66,6 +67,17 @@ def test_experts_are_found_by_the_plan(name: str, count: int) -> None:
     for layer in found:
         assert model.get_submodule(layer.name) is layer.module
         assert set(layer.keys) == set(layer.module._parameters)
+
+
+@on_ranks(4)
+def test_a_model_on_some_ranks_of_a_job_is_refused() -> None:
+    """Before groups are made over all ranks, so that the next prepare finds all of them at one place."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    with pytest.raises(
+        zeropp.ConfigError, match=r"does not combine with a model on some of 4 ranks: .* leave it at None"
+    ):
+        zeropp.prepare(moe_models.build("Mixtral"), None, zeropp.Config(experts=2), mesh=mesh)
+    zeropp.prepare(moe_models.build("Mixtral"), None, zeropp.Config(experts=2))
 
 
 def test_models_without_a_plan_are_refused() -> None:

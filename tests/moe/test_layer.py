@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zeropp import Config, ConfigError
-from zeropp.moe import Exchange, Gate, MoE
-from zeropp.moe.experts import ExpertsForward, expert_layers, local_experts
+from zeropp.moe import Gate, MoE
 
 U = 2.0**-24
 H = 16
@@ -172,6 +171,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "gathering": {"stage": 3, "host_copy": "off", "prefetch": 0},
     "gathering ahead": {"stage": 3, "host_copy": "off", "prefetch": 1 << 20},
+    "different experts": {"stage": 3, "experts": 2},
 }
 
 
@@ -255,51 +255,11 @@ def test_a_mask_that_cannot_be_is_refused(mask: Any, kind: type[Exception], sent
         layer(torch.zeros(2, 5, 3))
 
 
-class _Inner(nn.Module):
-    """Layers of experts among others; on every rank, those of this rank's experts compute."""
-
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
-        super().__init__()
-        self.model = model
-        for one in expert_layers(model):
-            each = one.experts // exchange.ranks
-            mine = slice(each * exchange.rank, each * (exchange.rank + 1))
-            local = {key: nn.Parameter(one.module._parameters[key].detach()[mine]) for key in one.keys}  # type: ignore[union-attr]
-            one.module.forward = ExpertsForward(one, exchange, local)  # type: ignore[method-assign]
-
-
-@on_ranks(2)
-def test_experts_of_several_ranks_equal_those_of_one() -> None:
-    """Drops are a rank's own in both, and sums over a token's choices are in the same order: the same bits but for the products' shapes."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = Net()
-    plain = copy.deepcopy(model)
-    divided = _Inner(model, Exchange(dist.group.WORLD))
-    assert [one.name for one in expert_layers(plain)] == [f"blocks.{i}.moe.experts" for i in range(3)]
-    x = torch.randn(2, 9, H, generator=torch.Generator().manual_seed(rank))
-    mask = torch.rand(2, 9) < 0.7 if rank else torch.zeros(2, 9, dtype=torch.bool)
-    loss = divided.model(x, mask)
-    loss.backward()
-    wanted = plain(x, mask)
-    wanted.backward()
-    assert abs(loss.item() - wanted.item()) <= 64 * U * abs(wanted.item())
-    for one, whole in zip(expert_layers(model), expert_layers(plain), strict=True):
-        each = one.experts // 2
-        for key, local in one.module.forward.local.items():  # type: ignore[union-attr, attr-defined]
-            mine = whole.module._parameters[key]
-            assert mine is not None
-            total = torch.zeros_like(mine) if mine.grad is None else mine.grad.clone()
-            dist.all_reduce(total)
-            near(local.grad, total[each * rank : each * (rank + 1)].double(), f"{one.name}.{key}")
-
-
-def test_buffers_of_experts_are_not_divided() -> None:
-    layer = MoE(H, 4, expert=lambda: nn.BatchNorm1d(H))
-    with (
-        local_experts(
-            layer.experts, 2, {"weight": nn.Parameter(torch.ones(2, H)), "bias": nn.Parameter(torch.ones(2, H))}
-        ),
-        pytest.raises(ConfigError, match=r"MoE.expert: BatchNorm1d has buffers, which are not divided among ranks"),
-    ):
-        layer.experts.grouped(torch.zeros(4, H), torch.tensor([2, 4]))
+def test_buffers_and_slices_of_experts_are_refused() -> None:
+    whole = zeropp.Experts(parallel=1, slices=2)
+    for layer, sentence in (
+        (MoE(H, 4, expert=lambda: nn.BatchNorm1d(H)), "the experts of 'experts' have a buffer 'running_mean', .* leave Config.experts at None"),
+        (MoE(H, 4, intermediate=8), "a Experts does not say what its intermediate size is, .* use slices=1"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=sentence):
+            zeropp.prepare(layer, None, Config(experts=whole))

@@ -67,12 +67,22 @@ def divide(model: nn.Module, config: Config, comm: Any) -> Division:
     exchange = Exchange(_ranks_of(comm, ranks))
     parts = {}
     for layer in layers if ranks > 1 or chosen.slices > 1 else ():
+        _refuse_buffers(layer)
         for key in layer.keys:
             parameter = layer.module._parameters[key]
             assert parameter is not None
             boxes = tuple(_boxes(layer, key, parameter.shape, rank, ranks, chosen.slices) for rank in range(ranks))
             parts[parameter] = cut(parameter, Parts(exchange.comm, boxes))
     return Division(layers, ranks, chosen.slices, exchange, parts)
+
+
+def _refuse_buffers(layer: ExpertLayer) -> None:
+    name = next((name for name, one in layer.module.named_buffers() if one.dim() and len(one) == layer.experts), None)
+    if name is not None:
+        raise ConfigError(
+            f"Config.experts: the experts of '{layer.name}' have a buffer '{name}', and buffers are not divided among ranks; leave "
+            "Config.experts at None, or use experts without buffers"
+        )
 
 
 def _ranks_of(comm: Any, ep: int) -> Any:
@@ -116,6 +126,11 @@ def _spans(layer: ExpertLayer, key: str, shape: Dims, slices: int) -> tuple[int,
     """
     module: Any = layer.module
     reason = ""
+    if not hasattr(module, "has_bias"):  # transformers says by these flags which dimension is the intermediate size
+        raise ConfigError(
+            f"Experts.slices: {slices} slices of the experts of '{layer.name}': a {type(module).__name__} does not say what its intermediate "
+            "size is, as experts of transformers do; use slices=1"
+        )
     if module.has_bias:
         reason = "its experts have biases, which slices would add several times"
     elif module.has_post_expert_norm:

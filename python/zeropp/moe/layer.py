@@ -122,12 +122,6 @@ class Experts(nn.Module):
     def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return what the experts make of their rows, (N, H); those of expert e end at row ends[e]; N = ends[-1]."""
         stacks = {name: getattr(self, own).unbind(0) for own, name in self._names.items()}
-        counts = {name: len(stack) for name, stack in stacks.items()}
-        if set(counts.values()) != {len(ends)}:
-            raise ConfigError(
-                f"MoE.expert: {type(self._template[0]).__name__} has buffers, which are not divided among ranks; leave Config.experts at "
-                f"None, or use a module without buffers (this rank has {len(ends)} experts, and tensors of {counts})"
-            )
         parts = [0, *ends.tolist()]
         if self._are_fused(rows):
             both: Any = (self.gate_up_proj, self.down_proj)

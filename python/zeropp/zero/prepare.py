@@ -117,7 +117,7 @@ def prepare_over(
     comm = ranks.data
     _check_ranks(ranks, config, optimizer, device)
     mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
-    division = _divide(model, config, comm)
+    division = _divide(model, config, ranks)
     if division is not None:
         spreads = [*spreads, spread_of(division)]
     plans = _plan(model, optimizer, config, ranks, division, spreads)
@@ -150,11 +150,12 @@ def _has_host_copy(config: Config, comm: Any, device: torch.device) -> bool:
     return device.type == "cpu" and comm is not None and shares_host_copy(config, comm.ranks, comm.hosts)
 
 
-def _divide(model: nn.Module, config: Config, comm: Any) -> Division | None:
+def _divide(model: nn.Module, config: Config, ranks: job.JobRanks) -> Division | None:
     """Return how ``Config.experts`` divides a model's experts; few models have any, so what knows them is loaded here."""
     if config.experts is None:
         return None
-    found: Division = importlib.import_module("zeropp.moe.division").divide(model, config, comm)
+    compat.check({**facts_of(config), **_job_facts(ranks, ())})  # groups of exchanges are made over all ranks of the job
+    found: Division = importlib.import_module("zeropp.moe.division").divide(model, config, ranks.data)
     return found
 
 
