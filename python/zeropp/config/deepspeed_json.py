@@ -45,7 +45,7 @@ _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "managed_gradient_accumulation": ((True,), "the engine counts micro-steps; zeropp.no_sync accumulates by hand"),
     "seq_parallel_communication_data_type": ((None, "fp32", "bf16", "fp16"), "sequences are not split over ranks"),
     "sequence_parallel_size": ((1,), "sequences are not split over ranks"),
-    "use_data_before_expert_parallelism": ((False,), "experts are not split over ranks by themselves"),
+    "use_data_before_expert_parallelism": ((False,), "ranks with different experts are neighbours; see Config.experts"),
     "dataloader_drop_last": ((True, False), "the loader of zeropp.initialize follows it"),
     "disable_python_gc": ((False,), "Python's collector is the script's own"),
     "log_level": ((None,), "the loggers are logging.getLogger('zeropp') and 'DeepSpeed'"),
