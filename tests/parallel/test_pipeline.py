@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -331,3 +332,18 @@ def test_transformers(kind: str, name: str) -> None:
     )
     optimizer.step()
     require_close(zeropp.full_state_dict(chunks), whole.state_dict(), 1e-6)
+
+
+@on_ranks(2)
+def test_hooks_that_would_be_left_out_are_refused() -> None:
+    """A split backward runs no hooks; gradients that stay in p.grad would be changed once a micro-batch."""
+    for stage, kind in ((2, "input"), (0, "full")):
+        run = Run(mesh_of(1, 2), "1F1B", stage=stage)
+        chunk = run.schedule._zeropp.chunks[0]
+        chunk._refuse_hooks(kind)
+        parameter = next(run.chunks.parameters())
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+        told = sentence(functools.partial(chunk._refuse_hooks, kind), zeropp.ConfigError)
+        assert "parameter '0.weight' has a hook" in told and ("1F1B" if kind == "input" else "stage 2 or 3") in told, (
+            told
+        )

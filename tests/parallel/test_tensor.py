@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -226,3 +227,31 @@ def test_hooks_of_others_run_before_ours() -> None:
     model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.abs().sum())))
     model(_batch(0, 0)).square().mean().backward()
     assert len(seen) == 1 and seen[0] > 0
+
+
+@pytest.mark.parametrize("grads", ["nvme", pytest.param("device", marks=pytest.mark.slow)])
+@on_ranks(4)
+def test_states_and_gradients_on_nvme(grads: str) -> None:
+    mesh = _mesh()
+    model = _cut(mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        offload = zeropp.Offload(optimizer="nvme", grads=grads, path=of_all_ranks(folder)[0])
+        model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=3, offload=offload), mesh=mesh)
+        norms = _train(model, optimizer, mesh, 4)
+        wanted, values = _joined(4, 2)
+        assert norms == pytest.approx(wanted, rel=1e-5)
+        whole = zeropp.full_state_dict(model)
+        for name, value in values.items():
+            assert (whole[name] - value).abs().max() < 2e-6, name
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_partitioned_model_is_not_cut() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with zeropp.sharded_init(mesh=mesh):
+        model = Net()
+    with pytest.raises(
+        ConfigError, match=r"'first\.weight' is partitioned already, by zeropp\.sharded_init.*build the model plainly"
+    ):
+        zeropp.parallel.tensor(model, mesh["tp"], {"head": ColwiseParallel()})

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from zeropp.errors import ConfigError, what_it_is
+from zeropp.zero.model.init import is_sharded
+from zeropp.zero.model.parameter import ref_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,7 +33,7 @@ def tensor(model: M, mesh: Any, plan: Mapping[str, Any] | None = None) -> M:
         The model. Parameters that are tied stay tied.
 
     Raises:
-        zeropp.ConfigError: the mesh has several dimensions, there is no plan, or the plan cuts two tied names differently.
+        zeropp.ConfigError: the mesh has several dimensions, there is no plan, a parameter is partitioned already, or the plan cuts two tied names differently.
 
     Cost: no communication; each rank keeps 1/N of what the plan cuts.
     """
@@ -39,6 +41,12 @@ def tensor(model: M, mesh: Any, plan: Mapping[str, Any] | None = None) -> M:
         raise ConfigError(
             f"parallel.tensor: mesh is {what_it_is(mesh) if not isinstance(mesh, DeviceMesh) else f'of {mesh.ndim} dimensions'}; "
             "wanted a DeviceMesh of one dimension, such as mesh['tp']"
+        )
+    name = next((n for n, p in model.named_parameters() if is_sharded(p) or ref_of(p) is not None), None)
+    if name is not None:
+        raise ConfigError(
+            f"parallel.tensor: parameter '{name}' is partitioned already, by zeropp.sharded_init or zeropp.prepare, and a part cannot be cut by "
+            "a plan; build the model plainly, on the CPU, cut it, then call prepare(..., mesh=mesh)"
         )
     tied = _tied_names(model)
     for names in tied:  # each name is cut by its own row of the plan

@@ -166,6 +166,11 @@ class HookOrder:
         hooks: Any = parameter._post_accumulate_grad_hooks
         self._hooks.append((hooks, [handle.id for handle in handles]))
 
+    def of_others(self, parameter: torch.Tensor) -> bool:
+        """Return True if somebody else has a hook on the gradient of a parameter. Call it where reads of its attributes are plain."""
+        hooks: Any = parameter._post_accumulate_grad_hooks or {}
+        return len(hooks) > sum(len(own) for known, own in self._hooks if known is hooks)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HookOrder:
         return HookOrder()  # a copy of a prepared model is a plain one
 
