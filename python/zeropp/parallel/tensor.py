@@ -33,7 +33,8 @@ def tensor(model: M, mesh: Any, plan: Mapping[str, Any] | None = None) -> M:
         The model. Parameters that are tied stay tied.
 
     Raises:
-        zeropp.ConfigError: the mesh has several dimensions, there is no plan, a parameter is partitioned already, or the plan cuts two tied names differently.
+        zeropp.ConfigError: the mesh has several dimensions, there is no plan, a parameter is partitioned already, or the plan cuts
+            two tied names differently.
 
     Cost: no communication; each rank keeps 1/N of what the plan cuts.
     """
