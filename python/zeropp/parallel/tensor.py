@@ -43,12 +43,7 @@ def tensor(model: M, mesh: Any, plan: Mapping[str, Any] | None = None) -> M:
             f"parallel.tensor: mesh is {what_it_is(mesh) if not isinstance(mesh, DeviceMesh) else f'of {mesh.ndim} dimensions'}; "
             "wanted a DeviceMesh of one dimension, such as mesh['tp']"
         )
-    name = next((n for n, p in model.named_parameters() if is_sharded(p) or ref_of(p) is not None), None)
-    if name is not None:
-        raise ConfigError(
-            f"parallel.tensor: parameter '{name}' is partitioned already, by zeropp.sharded_init or zeropp.prepare, and a part cannot be cut by "
-            "a plan; build the model plainly, on the CPU, cut it, then call prepare(..., mesh=mesh)"
-        )
+    _refuse_partitioned(model)
     tied = _tied_names(model)
     for names in tied:  # each name is cut by its own row of the plan
         for name in names[1:]:
@@ -60,6 +55,15 @@ def tensor(model: M, mesh: Any, plan: Mapping[str, Any] | None = None) -> M:
     for names in tied:
         _tie(model, names)
     return model
+
+
+def _refuse_partitioned(model: nn.Module) -> None:
+    name = next((n for n, p in model.named_parameters() if is_sharded(p) or ref_of(p) is not None), None)
+    if name is not None:
+        raise ConfigError(
+            f"parallel.tensor: parameter '{name}' is partitioned already, by zeropp.sharded_init or zeropp.prepare, and a part cannot be cut by "
+            "a plan; build the model plainly, on the CPU, cut it, then call prepare(..., mesh=mesh)"
+        )
 
 
 def _apply_named(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None) -> None:
