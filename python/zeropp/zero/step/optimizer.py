@@ -231,8 +231,8 @@ class ZeroOptimizer(optim.Optimizer):
                 f"{what} no meaning for complex parameters, such as '{name}'; clip_grad_norm_ with norm_type=2.0 has"
             )
 
-    def _other_norm(self, p: float) -> float:
-        """Collective: (sum |g|^p)^(1/p) over all gradients, or the largest |g|; sums in fp64, rank after rank."""
+    def _check_norm_type(self, p: float) -> None:
+        """Raise zeropp.ConfigError where the gradients of this engine have no norm but the Euclidean one."""
         engine = self._engine
         if engine.core.hold:
             compat.check({**custom.facts_of(self), "clip_grad_norm_.norm_type": p})
@@ -242,6 +242,11 @@ class ZeroOptimizer(optim.Optimizer):
                 f"clip_grad_norm_: norm_type {p} at stage 0, where each rank has whole gradients of its own experts, is not supported; use "
                 "norm_type 2.0, or stage 1, 2 or 3"
             )
+
+    def _other_norm(self, p: float) -> float:
+        """Collective: (sum |g|^p)^(1/p) over all gradients, or the largest |g|; sums in fp64, rank after rank."""
+        engine = self._engine
+        self._check_norm_type(p)
         largest = p == float("inf")
         parts = [torch.zeros((), dtype=torch.float64, device="cpu")]
         for gradient in self._held_gradients():
