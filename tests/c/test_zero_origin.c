@@ -17,7 +17,8 @@ static float buckets[RANKS][ELEMS], elsewhere[ELEMS];
 /* The set of ranks that a sum names. It replaces the source of rank `replaced`, or none (-1). */
 static uint64_t named(int replaced, size_t gap_at, size_t at, const float values[RANKS]) {
     zpp_zero zero = {.rank = 0};
-    struct zpp_unit unit = {.params = PARAMS, .offset_elems = offset_elems, .param_elems = param_elems,
+    struct zpp_group alone = {.rank = 0, .ranks = 1};
+    struct zpp_unit unit = {.group = &alone, .params = PARAMS, .offset_elems = offset_elems, .param_elems = param_elems,
                             .elems = ELEMS, .shard_elems = ELEMS, .grad_dtype = ZPP_F32, .wire_dtype = ZPP_F32};
     const void *data[RANKS];
     const int from[RANKS] = {0, 1, 2};
