@@ -21,6 +21,9 @@ from zeropp.hf.trainer import ZeroppTrainer  # noqa: E402
 TRAINER = {
     "_build_accelerator_args": "self, **kwargs",
     "_finalize_training": "self, trial, num_train_samples, start_time",
+    "_get_dataloader": "self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None",
+    "get_total_train_batch_size": "self, args",
+    "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys=None",
     "_has_mixed_mesh_grads": "self, model",
     "_load_best_model": "self",
     "_load_from_checkpoint": "self, resume_from_checkpoint, model=None",

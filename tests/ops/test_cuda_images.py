@@ -26,4 +26,6 @@ def test_every_kernel_that_is_launched_is_embedded(root: Path) -> None:
 def test_every_operator_has_a_cuda_kernel_but_those_named() -> None:
     """The test lists the operators without a CUDA kernel; torch's CPU build dispatches nothing to CUDA, so the table is compared."""
     missing = {name for name, _, _, cuda in _C.op_table() if not cuda}
-    assert missing == {"moments_encode_", "moments_decode_"}  # outside of steps only: checkpoints, which are on the CPU
+    moments = {"moments_encode_", "moments_decode_"}  # outside of steps only: checkpoints, which are on the CPU
+    swiglu = {name for name in missing if name.startswith("swiglu")}  # experts on a GPU compute it by torch
+    assert missing == moments | swiglu

@@ -70,14 +70,20 @@ def named_full_tensors(
     if engine.job is not None or _is_spread_by_hand(engine):
         yield from JobState(engine, model, "named_full_tensors").stream(bucket_bytes, only)
         return
+    yield from _own_tensors(engine, bucket_bytes, only)
+    for name, buffer in loose_tensors(model):
+        if only is None or only(name):
+            yield name, buffer.detach().clone()
+
+
+def _own_tensors(
+    engine: Engine, bucket_bytes: int, only: Callable[[str], bool] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     for bucket in _buckets(engine, bucket_bytes):
         entries = [entry for unit in bucket for entry in unit.params if only is None or any(map(only, entry.names))]
         with gathered([entry.shown for entry in entries]):
             for entry in entries:
                 yield entry.names[0], entry.shown.detach().clone()
-    for name, buffer in loose_tensors(model):
-        if only is None or only(name):
-            yield name, buffer.detach().clone()
 
 
 def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:

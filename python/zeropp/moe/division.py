@@ -125,21 +125,24 @@ def _spans(layer: ExpertLayer, key: str, shape: Dims, slices: int) -> tuple[int,
         zeropp.ConfigError: these experts cannot be sliced.
     """
     module: Any = layer.module
-    reason = ""
-    if not hasattr(module, "has_bias"):  # transformers says by these flags which dimension is the intermediate size
-        raise ConfigError(
-            f"Experts.slices: {slices} slices of the experts of '{layer.name}': a {type(module).__name__} does not say what its intermediate "
-            "size is, as experts of transformers do; use slices=1"
-        )
-    if module.has_bias:
-        reason = "its experts have biases, which slices would add several times"
-    elif module.has_post_expert_norm:
-        reason = "its experts end with a norm, which needs the sum of all slices"
+    reason = _unsliceable(module)
+    if reason:
+        raise ConfigError(f"Experts.slices: {slices} slices of the experts of '{layer.name}': {reason}; use slices=1")
     up = key != "down_proj"
     dim = 1 if up != module.is_transposed else 2
     spans = 2 if up and module.has_gate and module.is_concatenated else 1
-    if not reason and shape[dim] % (slices * (2 if up and module.has_gate else 1)):
-        reason = f"its '{key}' of shape {tuple(shape)} does not divide"
-    if reason:
-        raise ConfigError(f"Experts.slices: {slices} slices of the experts of '{layer.name}': {reason}; use slices=1")
+    if shape[dim] % (slices * (2 if up and module.has_gate else 1)):
+        raise ConfigError(
+            f"Experts.slices: {slices} slices of the experts of '{layer.name}': its '{key}' of shape {tuple(shape)} does not divide; "
+            "use slices=1"
+        )
     return dim, spans
+
+
+def _unsliceable(module: Any) -> str:
+    """Return why no part of these experts can be an expert of its own, "" where one can."""
+    if not hasattr(module, "has_bias"):  # transformers says by these flags which dimension is the intermediate size
+        return f"a {type(module).__name__} does not say what its intermediate size is, as experts of transformers do"
+    if module.has_bias:
+        return "its experts have biases, which slices would add several times"
+    return "its experts end with a norm, which needs the sum of all slices" if module.has_post_expert_norm else ""
