@@ -42,6 +42,7 @@ ACCELERATOR = {
     "backward": "self, loss, **kwargs",
     "clip_grad_value_": "self, parameters, clip_value",
     "clip_grad_norm_": "self, parameters, max_norm, norm_type=2",
+    "gather": "self, tensor",
     "get_state_dict": "self, model, unwrap=True",
     "load_state": "self, input_dir=None, load_kwargs=None, **load_model_func_kwargs",
     "save_state": "self, output_dir=None, safe_serialization=True, **save_model_func_kwargs",
