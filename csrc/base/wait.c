@@ -1,8 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The clock of every wait: wait.h.
+ * The clock of every wait, and what a thread does meanwhile: wait.h.
  */
 #include "wait.h"
+
+static _Thread_local struct {
+    bool (*step)(void *ctx);
+    void *ctx;
+} idle;
+
+void zpp_idle_set(bool (*step)(void *ctx), void *ctx) {
+    idle.step = step;
+    idle.ctx = ctx;
+}
+
+bool zpp_idle_step(void) { return idle.step && idle.step(idle.ctx); }
 
 uint64_t zpp_now_ns(void) {
     struct timespec now;

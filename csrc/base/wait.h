@@ -9,6 +9,7 @@
 #define ZPP_BASE_WAIT_H
 
 #include <pthread.h>
+#include <stdbool.h>
 #include <time.h>
 
 #include "status.h"
@@ -18,6 +19,11 @@ struct zpp_wait {
     zpp_status (*tick)(void *ctx, struct zpp_err *err); /* may be NULL */
     void *ctx;           /* borrowed */
 };
+
+/* Work that this thread does in small steps while it waits for messages of others (comm/p2p.c). `step` never waits, and
+ * returns true if some is left. `ctx` is borrowed until zpp_idle_set(NULL, NULL). */
+void zpp_idle_set(bool (*step)(void *ctx), void *ctx);
+bool zpp_idle_step(void); /* false where nothing is set */
 
 /* Monotonic clock. */
 uint64_t zpp_now_ns(void);

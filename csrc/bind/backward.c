@@ -234,7 +234,9 @@ int zpp_py_backward_over(Zero *zero) {
 
 /* 0, or -1 with an error set. */
 static int end_one(Zero *zero) {
+    const int failed = zero->arrived ? zpp_py_call(zero->arrived) : 0;
     zero->in_backward = false;
+    if (failed) return -1;
     if (zero->pass.open) return trim(zero, TRIM_AT_END_BYTES), zpp_py_graph_end(zero);
     zero->builds_loss = false;
     zero->backwards++;

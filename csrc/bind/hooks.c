@@ -509,7 +509,14 @@ static PyObject *zero_set_unfreeze_checks(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* set_arrived(callable): called when a backward ends, before its last reductions. */
+static PyObject *zero_set_arrived(PyObject *self, PyObject *callable) {
+    replace(&((Zero *)self)->arrived, callable);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef zpp_py_hooks_methods[] = {
+    { "set_arrived", zero_set_arrived, METH_O, "set_arrived(callable): called as backwards end." },
     { "unfreeze", zero_unfreeze, METH_O, "unfreeze(unit): enable gradients of a unit that was frozen at prepare." },
     { "skip", zero_skip, METH_VARARGS, "skip(unit, i): no gradient of parameter i comes in this backward." },
     { "set_unfreeze_checks", zero_set_unfreeze_checks, METH_VARARGS,

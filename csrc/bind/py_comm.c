@@ -87,6 +87,8 @@ static PyObject *comm_close(PyObject *object, PyObject *none) {
         zpp_comm_abort(self->comm, "it was closed while a call was in progress");
     else if (!self->holders)
         zpp_py_comm_destroy(self);
+    else
+        zpp_comm_leave(self->comm);
     Py_RETURN_NONE;
 }
 
@@ -228,10 +230,10 @@ static PyObject *submit(PyObject *self, PyObject *args) {
 static PyObject *submit_exchange(PyObject *self, PyObject *args) {
     struct zpp_call call;
     const Py_ssize_t count = PyTuple_Size(args);
-    if (count != 6)
-        return PyErr_Format(PyExc_TypeError, "submit_exchange(coll, dtype, root, dsts, srcs, keep): %zd arguments",
-                            count);
-    PyObject *first = PyTuple_GetSlice(args, 0, 5), *keep = PyTuple_GetItem(args, 5);
+    if (count != 6 && count != 7)
+        return PyErr_Format(PyExc_TypeError,
+                            "submit_exchange(coll, dtype, root, dsts, srcs[, rows], keep): %zd arguments", count);
+    PyObject *first = PyTuple_GetSlice(args, 0, count - 1), *keep = PyTuple_GetItem(args, count - 1);
     PyObject *owner = first ? exchange_call(self, first, &call) : NULL;
     Py_XDECREF(first);
     if (!owner) return NULL;
@@ -340,9 +342,10 @@ static PyObject *region_create(PyObject *self, PyObject *args) {
 
 static PyObject *alloc(PyObject *self, PyObject *args) {
     Py_ssize_t bytes;
-    if (!PyArg_ParseTuple(args, "n", &bytes)) return NULL;
+    int here = 0;
+    if (!PyArg_ParseTuple(args, "n|p", &bytes, &here)) return NULL;
     if (bytes < 0) return PyErr_Format(PyExc_ValueError, "alloc: %zd bytes", bytes);
-    return zpp_py_block_new(self, (size_t)bytes);
+    return zpp_py_block_new(self, (size_t)bytes, here);
 }
 
 static PyObject *get_rank(PyObject *self, void *closure) {
@@ -361,6 +364,16 @@ static PyObject *get_hosts(PyObject *self, void *closure) {
     (void)closure;
     const zpp_comm *comm = zpp_py_comm_get(self);
     return comm ? PyLong_FromLong(zpp_comm_hosts(comm)) : NULL;
+}
+
+static PyObject *get_host_of(PyObject *self, void *closure) {
+    (void)closure;
+    const zpp_comm *comm = zpp_py_comm_get(self);
+    const int ranks = comm ? zpp_comm_ranks(comm) : 0;
+    PyObject *list = comm ? PyList_New(ranks) : NULL;
+    for (int rank = 0; list && rank < ranks; rank++)
+        if (PyList_SetItem(list, rank, PyLong_FromLong(zpp_comm_host(comm, rank))) != 0) Py_CLEAR(list);
+    return list;
 }
 
 static PyObject *get_host_ranks(PyObject *self, void *closure) {
@@ -417,7 +430,7 @@ static PyMethodDef comm_methods[] = {
     {"submit", submit, METH_VARARGS,
      "submit(coll, dtype, op, root, dst_ptr, src_ptr, elems, keep, /)\n--\n\nA collective, later; a Work."},
     {"submit_exchange", submit_exchange, METH_VARARGS,
-     "submit_exchange(coll, dtype, root, dsts, srcs, keep, /)\n--\n\nexchange, later; a Work."},
+     "submit_exchange(coll, dtype, root, dsts, srcs[, rows], keep)\n--\n\nexchange, later; a Work."},
     {"all_gather_into", all_gather_into, METH_VARARGS,
      "all_gather_into(dst_ptrs, src_ptr, src_elems, dtype, /)\n--\n\nall_gather into one tensor a rank."},
     {"submit_gather", submit_gather, METH_VARARGS,
@@ -444,7 +457,8 @@ static PyMethodDef comm_methods[] = {
     {"region_create", region_create, METH_VARARGS,
      "region_create(kind, bytes, /)\n--\n\nCollective; 'per_rank' or 'one'."},
     {"alloc", alloc, METH_VARARGS,
-     "alloc(bytes, /)\n--\n\nA Block of this rank's arena, which collectives read in place."},
+     "alloc(bytes, here=False, /)\n--\n\nA Block of this rank's arena, which collectives read in place; here: which "
+     "the ranks of this host read, of a group over several."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef comm_getset[] = {
@@ -452,6 +466,7 @@ static PyGetSetDef comm_getset[] = {
     {"ranks", get_ranks, NULL, "How many ranks the group has.", NULL},
     {"hosts", get_hosts, NULL, "On how many hosts its ranks are.", NULL},
     {"job_ranks", get_job_ranks, NULL, "What messages call the ranks: their numbers in the job.", NULL},
+    {"host_of", get_host_of, NULL, "The number of each rank's host.", NULL},
     {"host_ranks", get_host_ranks, NULL, "The ranks on this rank's host, itself among them, in order.", NULL},
     {"closed", get_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

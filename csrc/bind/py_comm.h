@@ -38,7 +38,7 @@ typedef struct Comm {
     PyObject_HEAD zpp_comm *comm; /* NULL after close */
     PyObject *log;
     int users; /* calls in progress, with the GIL released; guarded by the GIL */
-    int holders; /* whose threads use the communicator until they end; guarded by the GIL */
+    int holders; /* who use the communicator outside of calls here; guarded by the GIL */
     bool closing;
     struct zpp_traffic last; /* at close */
 } Comm;
@@ -49,8 +49,8 @@ extern PyTypeObject *zpp_py_comm_type; /* written once, when the module is made 
 zpp_comm *zpp_py_comm_acquire(PyObject *comm);
 void zpp_py_comm_release(PyObject *comm);
 void zpp_py_comm_destroy(Comm *self); /* no call is in progress */
-/* For an owner of threads that use the communicator beside all calls: a group that is closed meanwhile is destroyed
- * once the last of them has dropped it. `comm` is not closed at hold. */
+/* For an owner of threads or objects that use the communicator beside all calls: a group that is closed meanwhile gives
+ * them errors, and is destroyed once the last of them has dropped it. `comm` is not closed at hold. */
 void zpp_py_comm_hold(PyObject *comm);
 void zpp_py_comm_drop(PyObject *comm);
 
@@ -81,7 +81,7 @@ PyObject *zpp_py_comm_submit_quant(PyObject *comm, PyObject *args);
 PyObject *zpp_py_exchange_call(int ranks, PyObject *args, struct zpp_call *call);
 PyObject *zpp_py_gather_call(int ranks, PyObject *args, struct zpp_call *call);
 PyObject *zpp_py_region_new(PyObject *comm, int kind, size_t bytes);
-PyObject *zpp_py_block_new(PyObject *comm, size_t bytes);
+PyObject *zpp_py_block_new(PyObject *comm, size_t bytes, bool here);
 /* New _C.Transfer; args (ptr, bytes, rank, tag, keep). */
 PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send);
 /* Methods of Comm in py_comm_calls.c. */

@@ -41,8 +41,9 @@ static int read_pieces(PyObject *list, int ranks, void **pointers, size_t *bytes
 
 PyObject *zpp_py_exchange_call(int ranks, PyObject *args, struct zpp_call *call) {
     PyObject *dsts, *srcs;
+    unsigned long long rows = 0;
     int coll, dtype, root;
-    if (!PyArg_ParseTuple(args, "iiiOO", &coll, &dtype, &root, &dsts, &srcs)) return NULL;
+    if (!PyArg_ParseTuple(args, "iiiOO|K", &coll, &dtype, &root, &dsts, &srcs, &rows)) return NULL;
     PyObject *owner = PyBytes_FromStringAndSize(NULL, sizeof(struct pieces));
     if (!owner) return NULL;
     struct pieces *pieces = (struct pieces *)(void *)PyBytes_AsString(owner);
@@ -54,6 +55,7 @@ PyObject *zpp_py_exchange_call(int ranks, PyObject *args, struct zpp_call *call)
     *call = (struct zpp_call){.coll = (enum zpp_coll)coll,
                               .dtype = (zpp_dtype)dtype,
                               .root = root,
+                              .rows = rows,
                               .dsts = pieces->dsts,
                               .srcs = pieces->srcs,
                               .dst_bytes = pieces->dst_bytes,

@@ -127,12 +127,12 @@ static PyType_Spec region_spec = {"zeropp._C.Region", sizeof(Region), 0,
 
 /* --- Block ------------------------------------------------------------------------------------------------------- */
 
-PyObject *zpp_py_block_new(PyObject *comm, size_t bytes) {
+PyObject *zpp_py_block_new(PyObject *comm, size_t bytes, bool here) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_comm *c = zpp_py_comm_acquire(comm);
     zpp_block *block = NULL;
     if (!c) return NULL;
-    const zpp_status status = zpp_comm_alloc(c, bytes, &block, &err);
+    const zpp_status status = zpp_comm_alloc(here ? zpp_comm_here(c) : c, bytes, &block, &err);
     zpp_py_comm_release(comm);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     Block *self = PyObject_New(Block, block_type);

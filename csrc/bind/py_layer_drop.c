@@ -7,13 +7,26 @@
 #include "py_zero.h"
 
 int zpp_py_layer_drop_begin(Zero *zero, bool grad) {
-    if (!zero->layer_drop.begin) return 0;
-    if (grad) {
+    PyObject *on_demand = zero->layer_drop.on_demand;
+    if (!zero->layer_drop.begin && !on_demand) return 0;
+    if (grad && zero->layer_drop.begin) {
         zero->layer_drop.trains = true;
         return zpp_py_call(zero->layer_drop.begin);
     }
-    zpp_zero_mask(zero->core, NULL); /* an evaluation reads them all */
+    /* An evaluation reads all layers, and of units on demand a part. */
+    zpp_zero_mask(zero->core, on_demand && !grad ? (const uint8_t *)PyBytes_AsString(on_demand) : NULL);
     return 0;
+}
+
+/* set_on_demand(units): bytes, 1 for each unit of which passes without gradients read parts (begin_part), so that
+ * nothing gathers it ahead of need. */
+static PyObject *zero_set_on_demand(PyObject *self, PyObject *units) {
+    Zero *zero = (Zero *)self;
+    if (!PyBytes_Check(units) || PyBytes_Size(units) != PyList_Size(zero->units))
+        return PyErr_SetString(PyExc_ValueError, "set_on_demand: wanted bytes, one for each unit"), NULL;
+    Py_XDECREF(zero->layer_drop.on_demand);
+    zero->layer_drop.on_demand = Py_NewRef(units);
+    Py_RETURN_NONE;
 }
 
 static int turn(Zero *zero, bool trains) {
@@ -81,10 +94,17 @@ void zpp_py_layer_drop_forget(Zero *zero) {
     Py_CLEAR(zero->layer_drop.dropped);
 }
 
+void zpp_py_layer_drop_clear(Zero *zero) {
+    zpp_py_layer_drop_forget(zero);
+    Py_CLEAR(zero->layer_drop.on_demand);
+}
+
 PyMethodDef zpp_py_layer_drop_methods[] = {
     { "set_layer_drop", zero_set_layer_drop, METH_VARARGS,
       "set_layer_drop(begin, turn): called before forwards that build a graph, and where evaluation begins or ends." },
     { "drop_layers", zero_drop_layers, METH_VARARGS,
       "drop_layers(layers, units, unstepped): what the pass that begins leaves out." },
+    { "set_on_demand", zero_set_on_demand, METH_O,
+      "set_on_demand(units): passes without gradients read parts of these units." },
     { NULL, NULL, 0, NULL },
 };

@@ -24,6 +24,8 @@ static PyObject *zero_require_pass(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static bool drive(void *core) { return zpp_zero_drive(core); }
+
 /* pass_open(each, parts): the mean over `parts` micro-batches; each: reduce at the end of every graph. */
 static PyObject *zero_pass_open(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
@@ -40,6 +42,7 @@ static PyObject *zero_pass_open(PyObject *self, PyObject *args) {
     const bool required = zero->pass.required;
     zero->pass = (struct zpp_py_pass){.required = required, .open = true, .each = each, .parts = parts};
     zpp_zero_set_grad_scale(zero->core, 1.0 / (zero->accumulate * parts));
+    zpp_idle_set(drive, zero->core); /* until pass_close or pass_abort, which the same thread calls */
     Py_RETURN_NONE;
 }
 
@@ -117,6 +120,7 @@ static PyObject *zero_pass_close(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
     struct zpp_py_pass *pass = &zero->pass;
+    zpp_idle_set(NULL, NULL);
     Py_CLEAR(pass->units);
     if (pass->begun) {
         if (zpp_py_follow(zero) || zpp_py_run_end(zero, zpp_zero_pass_close)) return NULL;
@@ -134,6 +138,7 @@ static PyObject *zero_pass_close(PyObject *self, PyObject *unused) {
 static PyObject *zero_pass_abort(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
+    zpp_idle_set(NULL, NULL);
     Py_CLEAR(zero->pass.units);
     zero->pass.open = zero->pass.begun = false;
     zero->in_backward = zero->builds_loss = false;

@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "../comm/rows.h"
+#include "../ops/moe/hosts.h"
 #include "op_entries.h"
 #include "py_comm.h"
 #include "raise.h"
@@ -150,6 +151,66 @@ static PyObject *dispatch_backward(PyObject *object, PyObject *args) {
     return zpp_py_result(status, &turn.err);
 }
 
+/* --- between hosts ------------------------------------------------------------------------------------------------ */
+
+static struct zpp_moe_hosts hosts_of(const int64_t *numbers, const void *host_of) {
+    return (struct zpp_moe_hosts){.host_of = host_of,
+                                  .ranks = (size_t)numbers[0],
+                                  .rank = (size_t)numbers[1],
+                                  .hosts = (size_t)numbers[2],
+                                  .experts = (size_t)numbers[3],
+                                  .k = (size_t)numbers[4]};
+}
+
+/* moe_hosts_count(numbers, host_of, chosen, tokens, counts): addresses but for tokens; numbers: int64 ranks, rank,
+ * hosts, experts, k */
+static PyObject *hosts_count(PyObject *module, PyObject *args) {
+    unsigned long long numbers, host_of, chosen, counts;
+    Py_ssize_t tokens;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKnK:moe_hosts_count", &numbers, &host_of, &chosen, &tokens, &counts)) return NULL;
+    const struct zpp_moe_hosts hosts = hosts_of(at(numbers), at(host_of));
+    const struct zpp_moe_tokens of = {at(chosen), (size_t)tokens};
+    const size_t wrong = zpp_moe_hosts_count(&hosts, &of, at(counts));
+    if (wrong == of.tokens * hosts.k) Py_RETURN_NONE;
+    return PyErr_Format(PyExc_ValueError, "moe: chosen[%zu] is %d, wanted -1 or an expert 0 to %zu", wrong,
+                        (int)of.chosen[wrong], hosts.experts - 1);
+}
+
+/* moe_hosts_route(numbers, host_of, chosen, tokens, counts, pairs, their choices, own choices, slots) */
+static PyObject *hosts_route(PyObject *module, PyObject *args) {
+    unsigned long long numbers, host_of, chosen, counts, pairs, theirs, own, slots;
+    Py_ssize_t tokens;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKnKKKKK:moe_hosts_route", &numbers, &host_of, &chosen, &tokens, &counts, &pairs,
+                          &theirs, &own, &slots))
+        return NULL;
+    const struct zpp_moe_hosts hosts = hosts_of(at(numbers), at(host_of));
+    const struct zpp_moe_tokens of = {at(chosen), (size_t)tokens};
+    const struct zpp_moe_pairs out = {at(pairs), at(theirs), at(own), at(slots)};
+    zpp_moe_hosts_route(&hosts, &of, at(counts), &out);
+    Py_RETURN_NONE;
+}
+
+/* moe_hosts_sum(own rows, rows of pairs, slots, tokens, hosts, width, dtype, y) */
+static PyObject *hosts_sum(PyObject *module, PyObject *args) {
+    unsigned long long own, came, slots, y;
+    Py_ssize_t tokens, hosts, width;
+    int dtype;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKnnniK:moe_hosts_sum", &own, &came, &slots, &tokens, &hosts, &width, &dtype, &y))
+        return NULL;
+    const void *const bases[] = {at(own), at(came)};
+    const struct zpp_moe_peer_rows rows = {
+        .bases = bases, .ranks = 2, .k = (size_t)hosts, .width_elems = (size_t)width, .dtype = (zpp_dtype)dtype};
+    PyThreadState *state = PyEval_SaveThread();
+    zpp_pool *pool = zpp_op_pool_take();
+    zpp_moe_peer_sum(&rows, at(slots), (size_t)tokens, NULL, at(y), pool);
+    zpp_op_pool_give(pool);
+    PyEval_RestoreThread(state);
+    Py_RETURN_NONE;
+}
+
 /* --- the type ----------------------------------------------------------------------------------------------------- */
 
 static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -218,7 +279,19 @@ static PyType_Slot rows_slots[] = {
 };
 static PyType_Spec rows_spec = {"zeropp._C.Rows", sizeof(Rows), 0, Py_TPFLAGS_DEFAULT, rows_slots};
 
+static PyMethodDef functions[] = {
+    {"moe_hosts_count", hosts_count, METH_VARARGS,
+     "moe_hosts_count(numbers, host_of, chosen, tokens, counts, /)\n--\n\nPairs by the rank that takes them."},
+    {"moe_hosts_route", hosts_route, METH_VARARGS,
+     "moe_hosts_route(numbers, host_of, chosen, tokens, counts, pairs, theirs, own, slots, /)\n--\n\nThe way of "
+     "tokens to other hosts: see csrc/ops/moe/hosts.h."},
+    {"moe_hosts_sum", hosts_sum, METH_VARARGS,
+     "moe_hosts_sum(own, came, slots, tokens, hosts, width, dtype, y, /)\n--\n\nThe sum over hosts of each token."},
+    {NULL, NULL, 0, NULL},
+};
+
 static int add_numbers(PyObject *module) {
+    if (PyModule_AddFunctions(module, functions) != 0) return -1;
     return PyModule_AddIntConstant(module, "ROWS_NUMBERS", (long)zpp_rows_numbers(0));
 }
 

@@ -111,23 +111,24 @@ static PyObject *zero_grads_pending(PyObject *self, PyObject *unused) {
 
 /* --- norm --------------------------------------------------------------------------------------------------------- */
 
-/* [(unit, parameter, ranks), ...] of what is not finite; new, or NULL with an error set. */
+/* [(unit, parameter, element, rank, ranks), ...] of what is not finite; new, or NULL with an error set. */
 static PyObject *list_bad(const struct zpp_shard_norm *norms, int units, int ranks) {
     PyObject *bad = PyList_New(0);
     for (int at = 0; bad && at < units * ranks; at++) {
         const int unit = at / ranks, rank = at % ranks;
         const struct zpp_shard_norm *norm = &norms[rank * units + unit];
         if (norm->bad_param < 0) continue;
-        PyObject *where = Py_BuildValue("(inK)", unit, (Py_ssize_t)norm->bad_param, (unsigned long long)norm->origins);
+        PyObject *where = Py_BuildValue("(inniK)", unit, (Py_ssize_t)norm->bad_param, (Py_ssize_t)norm->bad_elem, rank,
+                                        (unsigned long long)norm->origins);
         if (!where || PyList_Append(bad, where)) Py_CLEAR(bad);
         Py_XDECREF(where);
     }
     return bad;
 }
 
-/* norm() -> (sum of squares over all ranks of the job, [(unit, parameter, ranks) that is not finite, ...] of the data
- * ranks, how many there are of all ranks); collective.
- * ranks: a bit for each data rank whose gradient of the unit was not finite before the sum. */
+/* norm() -> (sum of squares over all ranks of the job, [(unit, parameter, element, rank, ranks) that is not finite, ..]
+ * of the data ranks, how many there are of all ranks); collective. element: the first such one of `rank`'s shard, -1
+ * where it was not looked for. ranks: a bit for each data rank whose gradient was not finite before the sum. */
 static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;

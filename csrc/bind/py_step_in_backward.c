@@ -173,8 +173,8 @@ static PyObject *zero_set_backward_step(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* backward_step_end() -> None, or (unit, parameter, ranks) whose gradient was not finite, as norm() has it; raises what
- * else failed. Everything that was stepped is written. */
+/* backward_step_end() -> None, or (unit, parameter, element, ranks) whose gradient was not finite, as norm() has
+ * it; raises what else failed. Everything that was stepped is written. */
 static PyObject *zero_backward_step_end(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
@@ -185,7 +185,7 @@ static PyObject *zero_backward_step_end(PyObject *self, PyObject *unused) {
     zero->steps += status == ZPP_OK;
     if (status == ZPP_OK) Py_RETURN_NONE;
     if (end.bad_unit < 0 || PyErr_Occurred()) return zpp_py_raise_aio(&err, &end.fault);
-    return Py_BuildValue("(inK)", end.bad_unit, (Py_ssize_t)end.bad_param,
+    return Py_BuildValue("(innK)", end.bad_unit, (Py_ssize_t)end.bad_param, (Py_ssize_t)end.bad_elem,
                          (unsigned long long)zpp_zero_origins(zero->core, end.bad_unit));
 }
 

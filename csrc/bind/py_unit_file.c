@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "raise.h"
@@ -168,6 +169,72 @@ static PyObject *copy_params(PyObject *self, PyObject *args) {
     return zpp_py_result_aio(status, &err, &fault);
 }
 
+/* --- parts of units ----------------------------------------------------------------------------------------------- */
+
+#define PART_NAME "zeropp._C.params_part"
+
+struct part_handle {
+    zpp_unit_file_part *part; /* NULL: it has ended */
+    PyObject *zero, *keep;    /* owned: the file, and the owner of the memory */
+};
+
+/* A part that nobody waited for: its memory must not go before its read ends. */
+static void drop_part(PyObject *capsule) {
+    struct part_handle *handle = PyCapsule_GetPointer(capsule, PART_NAME);
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    (void)zpp_unit_file_part_end(handle->part, NULL, &ignored);
+    Py_DECREF(handle->zero);
+    Py_DECREF(handle->keep);
+    free(handle);
+}
+
+/* begin_part(unit, first, elems, address, keep) -> part: begin to read elements of a unit's flat buffer. */
+static PyObject *begin_part(PyObject *self, PyObject *args) {
+    int index;
+    Py_ssize_t first, elems;
+    unsigned long long address;
+    PyObject *keep;
+    zpp_unit_file *unit_file = unit_file_of(self);
+    if (!unit_file || !PyArg_ParseTuple(args, "innKO", &index, &first, &elems, &address, &keep)) return NULL;
+    zpp_zero *core = ((Zero *)self)->core;
+    const struct zpp_unit *unit = index >= 0 && index < zpp_zero_units(core) ? zpp_zero_unit(core, index) : NULL;
+    size_t offset_bytes;
+    if (!unit || !zpp_unit_in_file(unit) || !place_in_mapping(unit, first, elems, &offset_bytes))
+        return PyErr_SetString(PyExc_ValueError, "zero: unit, first or elems is out of range"), NULL;
+    struct part_handle *handle = calloc(1, sizeof *handle);
+    if (!handle) return PyErr_NoMemory();
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    const zpp_status status = zpp_unit_file_part_begin(
+        unit_file, unit->file_index, offset_bytes - unit->file_offset_bytes, (void *)(uintptr_t)address,
+        (size_t)elems * unit->elem_bytes, &handle->part, &fault, &err);
+    if (status != ZPP_OK) return free(handle), zpp_py_raise_aio(&err, &fault);
+    handle->zero = Py_NewRef(self);
+    handle->keep = Py_NewRef(keep);
+    PyObject *capsule = PyCapsule_New(handle, PART_NAME, drop_part);
+    if (capsule) return capsule;
+    (void)zpp_unit_file_part_end(handle->part, NULL, &err);
+    Py_DECREF(handle->zero);
+    Py_DECREF(handle->keep);
+    free(handle);
+    return NULL;
+}
+
+/* end_part(part): its elements are in memory. */
+static PyObject *end_part(PyObject *self, PyObject *capsule) {
+    (void)self;
+    struct part_handle *handle = PyCapsule_GetPointer(capsule, PART_NAME);
+    if (!handle) return NULL;
+    zpp_unit_file_part *part = handle->part;
+    handle->part = NULL;
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_aio_fault fault;
+    PyThreadState *thread = PyEval_SaveThread();
+    const zpp_status status = zpp_unit_file_part_end(part, &fault, &err);
+    PyEval_RestoreThread(thread);
+    return zpp_py_result_aio(status, &err, &fault);
+}
+
 static PyObject *figures_of(const zpp_unit_file *unit_file) {
     if (!unit_file) return NULL;
     struct zpp_unit_file_figures seen;
@@ -240,6 +307,9 @@ PyMethodDef zpp_py_unit_file_methods[] = {
       "open_params(folders, path, stripe_bytes, make, depth, block_bytes, checksums) -> warning" },
     { "close_params", close_params, METH_NOARGS, "End the engine; the file stays." },
     { "copy_params", copy_params, METH_VARARGS, "copy_params(unit, first, elems, address, write)" },
+    { "begin_part", begin_part, METH_VARARGS,
+      "begin_part(unit, first, elems, address, keep) -> part: begin to read elements of a unit's flat buffer." },
+    { "end_part", end_part, METH_O, "end_part(part): its elements are in memory." },
     { "params_figures", params_figures, METH_NOARGS, "Bytes and times." },
     { "set_grads_fraction", set_grads_fraction, METH_O, "This share of the gradients lives in a file." },
     { "open_grads", open_grads, METH_VARARGS,

@@ -226,12 +226,20 @@ static int keep_functions(Zero *zero, PyObject *functions) {
     return 0;
 }
 
-/* `given`: a _C.Comm or None. 0, or -1 with an error set. */
+/* `given`: a _C.Comm or None, which the core uses until its end. 0, or -1 with an error set. */
 static int keep_comm(PyObject *given, PyObject **held, zpp_comm **out) {
     if (given == Py_None) return 0;
-    *held = Py_NewRef(given);
     *out = zpp_py_comm_get(given);
-    return *out ? 0 : -1;
+    if (!*out) return -1;
+    *held = Py_NewRef(given);
+    zpp_py_comm_hold(given);
+    return 0;
+}
+
+static void drop_comm(PyObject *held) {
+    if (!held) return;
+    zpp_py_comm_drop(held);
+    Py_DECREF(held);
 }
 
 static int keep_comms(Zero *zero, PyObject *comm, PyObject *job, PyObject *copy, struct zpp_zero_options *options) {
@@ -263,9 +271,6 @@ static zpp_status open_core(Zero *zero, int threads, const struct zpp_zero_optio
     if (status != ZPP_OK) return status;
     zero->ranks = zpp_zero_ranks(zero->core);
     zpp_zero_set_grad_scale(zero->core, 1.0 / zero->accumulate);
-    /* Shards on the device: a thread of the coordinator watches the ranks (csrc/zero/counters.c). */
-    zero->holds_comm = zero->comm && options->host;
-    if (zero->holds_comm) zpp_py_comm_hold(zero->comm);
     return ZPP_OK;
 }
 
@@ -287,6 +292,8 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     zero->sync = true;
     zero->graded_task = -1;
     zero->units = PyList_New(0);
+    zero->group_comms = PyList_New(0);
+    if (!zero->units || !zero->group_comms) return -1;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_zero_options options = {.stage = zero->stage,
                                        .prefetch_bytes = (size_t)prefetch_bytes,
@@ -300,7 +307,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         zpp_py_raise(&err);
         return -1;
     }
-    return keep_functions(zero, functions) || zpp_py_hooks_attach(zero) || !zero->units ? -1 : 0;
+    return keep_functions(zero, functions) || zpp_py_hooks_attach(zero) ? -1 : 0;
 }
 
 static void drop_callables(Zero *zero) {
@@ -309,10 +316,11 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->pack);
     Py_CLEAR(zero->unpack);
     Py_CLEAR(zero->check_unfrozen);
+    Py_CLEAR(zero->arrived);
     Py_CLEAR(zero->moved);
     Py_CLEAR(zero->skipped);
     Py_CLEAR(zero->pass.units);
-    zpp_py_layer_drop_forget(zero);
+    zpp_py_layer_drop_clear(zero);
     zpp_py_buffers_end(zero);
     zpp_py_backward_step_forget(zero);
 }
@@ -345,14 +353,17 @@ static void zero_dealloc(PyObject *self) {
     Py_CLEAR(zero->optim_file);
     drop_callables(zero);
     zpp_step_in_backward_destroy(zero->backward_step.core);
+    zpp_step_ahead_destroy(zero->ahead);
     zpp_stepper_fini(&zero->stepper);
     zpp_zero_destroy(zero->core);
     zpp_pool_destroy(zero->pool);
     zpp_device_destroy(zero->host);
-    if (zero->holds_comm) zpp_py_comm_drop(zero->comm);
-    Py_XDECREF(zero->comm);
-    Py_XDECREF(zero->job);
-    Py_XDECREF(zero->intranode);
+    drop_comm(zero->comm);
+    drop_comm(zero->job);
+    drop_comm(zero->intranode);
+    for (Py_ssize_t i = zero->group_comms ? PyList_Size(zero->group_comms) : 0; i-- > 0;)
+        zpp_py_comm_drop(PyList_GetItem(zero->group_comms, i));
+    Py_XDECREF(zero->group_comms);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -420,6 +431,19 @@ static PyObject *zero_add_group(PyObject *self, PyObject *args) {
     return status == ZPP_OK ? PyLong_FromLong(index) : zpp_py_raise(&err);
 }
 
+/* set_group_comm(index of add_group, comm of the group's ranks) */
+static PyObject *zero_set_group_comm(PyObject *self, PyObject *args) {
+    Zero *zero = (Zero *)self;
+    PyObject *given;
+    int index;
+    if (!PyArg_ParseTuple(args, "iO", &index, &given)) return NULL;
+    zpp_comm *comm = zpp_py_comm_get(given);
+    if (!comm || PyList_Append(zero->group_comms, given) != 0) return NULL;
+    zpp_py_comm_hold(given);
+    zpp_zero_set_group_comm(zero->core, index, comm);
+    Py_RETURN_NONE;
+}
+
 /* set_wire(params_bits, grads_bits, block_elems): 0 bits = exact. */
 static PyObject *zero_set_wire(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
@@ -437,7 +461,8 @@ static PyObject *zero_set_secondary(PyObject *self, PyObject *intranode) {
     zpp_comm *comm = zpp_py_comm_get(intranode);
     if (!comm) return NULL;
     if (zpp_zero_set_secondary(zero->core, comm, &err) != ZPP_OK) return zpp_py_raise(&err);
-    Py_CLEAR(zero->intranode);
+    drop_comm(zero->intranode);
+    zpp_py_comm_hold(intranode);
     zero->intranode = Py_NewRef(intranode);
     Py_RETURN_NONE;
 }
@@ -563,6 +588,7 @@ static PyMethodDef zero_methods[] = {
      "add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0) -> index"},
     {"add_group", zero_add_group, METH_VARARGS,
      "add_group(name, part of each data rank, divisor) -> index: before units are added."},
+    {"set_group_comm", zero_set_group_comm, METH_VARARGS, "set_group_comm(index, comm of the group's ranks)"},
     {"set_wire", zero_set_wire, METH_VARARGS,
      "set_wire(params_bits, grads_bits, block_elems): before units are added."},
     {"set_secondary", zero_set_secondary, METH_O,
@@ -619,7 +645,7 @@ int zpp_py_add_zero(PyObject *module);
 int zpp_py_add_zero(PyObject *module) {
     PyMethodDef *const elsewhere[] = { zpp_py_step_methods,     zpp_py_unit_file_methods, zpp_py_backward_step_methods,
                                        zpp_py_hooks_methods, zpp_py_backward_methods,  zpp_py_buffers_methods,
-                                       zpp_py_layer_drop_methods, zpp_py_pass_methods };
+                                       zpp_py_layer_drop_methods, zpp_py_pass_methods,   zpp_py_step_ahead_methods };
     if (intern_names() || zpp_py_hooks_init(module)) return -1;
     unit_type = (PyTypeObject *)PyType_FromSpec(&unit_spec);
     PyTypeObject *zero_type = (PyTypeObject *)PyType_FromSpec(&zero_spec);

@@ -21,6 +21,7 @@
 #include <stdbool.h>
 
 #include "../base/pool.h"
+#include "../zero/step_ahead.h"
 #include "../zero/step_delayed.h"
 #include "../zero/step_in_backward.h"
 
@@ -62,6 +63,7 @@ struct zpp_py_layer_drop {
     PyObject *turn;    /* (trains: bool) -> None: layers of an evaluation come now, or again those of training */
     bool trains;       /* what was said last */
     PyObject *dropped; /* bytes: 1 for each layer that the last such forward leaves out; NULL: none */
+    PyObject *on_demand; /* bytes: 1 for each unit of which passes without gradients read parts; NULL: none */
 };
 
 /* Several backwards that are one pass (py_pass.c). */
@@ -84,7 +86,7 @@ struct Zero {
     zpp_pool *pool;
     PyObject *comm;   /* _C.Comm of the data ranks, or NULL */
     PyObject *job;    /* ... of all ranks of the job; NULL: the data ranks are the job */
-    bool holds_comm;
+    PyObject *group_comms; /* list of _C.Comm, of groups */
     PyObject *intranode; /* of hpZ, or of a copy a host: _C.Comm of this host's ranks, or NULL */
     PyObject *units;  /* list of Unit */
     PyObject *optim_file;   /* _C.OptimFile or NULL */
@@ -93,6 +95,7 @@ struct Zero {
     struct zpp_py_layer_drop layer_drop;
     struct zpp_py_pass pass;
     struct zpp_stepper stepper; /* from seal on */
+    zpp_step_ahead *ahead;  /* NULL before the first step that is enqueued ahead of a GPU */
     zpp_delayed *delayed;   /* NULL before the first delayed step */
     PyObject *delayed_grads; /* list of what was p.grad, while a delayed step reads it; or NULL */
     int stage, ranks;
@@ -131,6 +134,7 @@ struct Zero {
     PyObject *raise_strays; /* () -> None: raises an error for stray reads (base/stray.h) */
     PyObject *check_unfrozen; /* () -> None: before a forward with gradients; NULL: no parameter can be unfrozen */
     PyObject *moved;          /* (unit) -> None: its whole memory has another address; NULL: not set */
+    PyObject *arrived; /* () -> None: a backward ends; hands over gradients that it still holds. NULL: none ever is */
     PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
 };
 
@@ -177,7 +181,8 @@ extern PyMethodDef zpp_py_layer_drop_methods[];
 int zpp_py_layer_drop_begin(Zero *zero, bool grad); /* before an outermost forward; 0, or -1 with an error set */
 /* A layer is called; `trains`: by the forward that began last, or its recomputation. 1: left out, 0: not, -1: error. */
 int zpp_py_layer_enter(Zero *zero, Py_ssize_t layer, bool trains);
-void zpp_py_layer_drop_forget(Zero *zero);
+void zpp_py_layer_drop_forget(Zero *zero); /* what set_layer_drop gave */
+void zpp_py_layer_drop_clear(Zero *zero);
 
 /* backward.c */
 int zpp_py_backward_init(void);
@@ -210,6 +215,7 @@ void zpp_py_pop_saved_hooks(Zero *zero);                     /* keeps an excepti
 
 /* py_step.c */
 extern PyMethodDef zpp_py_step_methods[];
+extern PyMethodDef zpp_py_step_ahead_methods[];
 void zpp_py_drop_grads(Unit *unit);
 extern PyMethodDef zpp_py_unit_step_methods[]; /* of Unit */
 /* Local gradients: hold p.grad, until it is forgotten and None. 0, or -1 with an error set. */

@@ -38,7 +38,7 @@ static struct zpp_sig sig_of_kind(const struct zpp_call *call) {
     case ZPP_COLL_GATHER:
     case ZPP_COLL_SCATTER: return zpp_sig_make(call->coll, call->dtype, ZPP_NO_OP, (unsigned)call->root, 0);
     case ZPP_COLL_ALL_GATHER: return zpp_sig_make(call->coll, call->dtype, ZPP_NO_OP, ZPP_NO_ROOT, call->elems);
-    case ZPP_COLL_ALL_TO_ALL: return zpp_sig_make(call->coll, call->dtype, ZPP_NO_OP, ZPP_NO_ROOT, 0);
+    case ZPP_COLL_ALL_TO_ALL: return zpp_sig_make(call->coll, call->dtype, ZPP_NO_OP, ZPP_NO_ROOT, call->rows);
     default: return zpp_sig_make(call->coll, ZPP_U8, ZPP_NO_OP, ZPP_NO_ROOT, 0);
     }
 }

@@ -98,10 +98,19 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
     return ZPP_OK;
 }
 
+static void say_farewell(struct zpp_comm *comm, bool forked) {
+    if (forked || atomic_load(&comm->closed)) return;
+    if (comm->base[comm->rank]) atomic_store(&zpp_control(comm, comm->rank)->left, 1);
+    if (comm->net) zpp_net_farewell(comm); /* tells peers the group's error, so `closed` must not be one yet */
+    atomic_store(&comm->closed, true);
+}
+
+void zpp_comm_leave(zpp_comm *comm) { say_farewell(comm, zpp_comm_forked(comm)); }
+
 void zpp_comm_destroy(zpp_comm *comm) {
     if (!comm) return;
     const bool forked = zpp_comm_forked(comm);
-    if (!forked && comm->base[comm->rank]) atomic_store(&zpp_control(comm, comm->rank)->left, 1);
+    say_farewell(comm, forked);
     zpp_async_destroy(comm); /* these check for a forked child, which has no thread to join */
     zpp_p2p_destroy(comm);
     zpp_net_destroy(comm, forked);

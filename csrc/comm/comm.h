@@ -66,6 +66,9 @@ static inline uint32_t zpp_comm_object(uint32_t owner, uint32_t number) {
 }
 /* Local; never waits. Peers that still use the group get the error "rank r left". NULL is allowed. */
 void zpp_comm_destroy(zpp_comm *comm);
+/* The part of zpp_comm_destroy that peers and callers notice: peers are told, and every later call of this rank gets
+ * STATE. The memory stays for those who hold it. No call is in progress. */
+void zpp_comm_leave(zpp_comm *comm);
 /* End every pending and later wait, here and on the peers, with ABORTED and this message, which names this rank. Any
  * thread. */
 void zpp_comm_abort(zpp_comm *comm, const char *message);
@@ -82,6 +85,9 @@ int zpp_comm_rank(const zpp_comm *comm);
 int zpp_comm_ranks(const zpp_comm *comm);
 int zpp_comm_hosts(const zpp_comm *comm);             /* on how many hosts its ranks are */
 int zpp_comm_host(const zpp_comm *comm, int rank);    /* 0..hosts-1, numbered by their lowest rank */
+/* Return the ranks of this host as a group, for regions, rings and blocks: `comm` itself where all ranks are on one
+ * host. Owned by comm. */
+zpp_comm *zpp_comm_here(zpp_comm *comm);
 uint64_t zpp_comm_timeout_ns(const zpp_comm *comm);
 /* Of this rank only; not while a call is in progress. */
 void zpp_comm_set_timeout(zpp_comm *comm, uint64_t timeout_ns);
@@ -199,6 +205,21 @@ zpp_status zpp_reduce_scatter(zpp_comm *, void *dst, const void *src, size_t dst
 zpp_status zpp_broadcast(zpp_comm *, void *data, size_t bytes, int root, const struct zpp_wait *, struct zpp_err *);
 zpp_status zpp_barrier(zpp_comm *, const struct zpp_wait *, struct zpp_err *);
 
+/* Phases of an exchange of rows between hosts (python/zeropp/moe/hosts.py), for zpp_call.rows. */
+enum zpp_rows_phase {
+    ZPP_ROWS_ROUTE = 1,
+    ZPP_ROWS_DISPATCH,
+    ZPP_ROWS_WEIGHTS,
+    ZPP_ROWS_COMBINE,
+    ZPP_ROWS_DISPATCH_BACK,
+    ZPP_ROWS_WEIGHTS_BACK,
+    ZPP_ROWS_COMBINE_BACK,
+    ZPP_ROWS_PHASES
+};
+static inline uint64_t zpp_comm_rows(enum zpp_rows_phase phase, uint32_t layer, uint64_t call) {
+    return (uint64_t)phase | (uint64_t)(layer & 0xffff) << 8 | call << 24;
+}
+
 /* All collectives as one table: those above, with the dtype compared too, and those without a function of their
  * own. */
 enum zpp_coll {
@@ -222,6 +243,7 @@ struct zpp_call {
     zpp_reduce_op op; /* of all_reduce, reduce, reduce_scatter */
     int root;         /* of broadcast, reduce, gather, scatter */
     uint32_t object;  /* compared between ranks, below 2^24: zpp_comm_object, or 0 = none */
+    uint64_t rows;    /* all_to_all: compared between ranks, zpp_comm_rows, or 0 = none */
     void *dst;        /* all_reduce, broadcast, reduce: the tensor; borrowed until the call is finished */
     const void *src;  /* all_gather, reduce_scatter */
     size_t elems;     /* of the tensor; all_gather: of src; reduce_scatter: of dst */

@@ -44,6 +44,9 @@ zpp_status zpp_comm_check(const struct zpp_comm *part, struct zpp_err *err) {
                         "comm: group \"%s\" was made by the parent of this process; a forked child cannot use it, "
                         "make a group of its own",
                         comm->name);
+    if (atomic_load_explicit(&comm->closed, memory_order_relaxed))
+        return zpp_fail(err, ZPP_STATE, "comm: rank %d has closed group \"%s\"; make a new one",
+                        zpp_label(comm, comm->rank), comm->name);
     if (!comm->joined) return ZPP_OK; /* some peers' memory is not mapped yet; the first call will see the comm error */
     const uint64_t comm_error = atomic_load_explicit(comm_error_of(comm), memory_order_acquire);
     return comm_error ? report(comm, comm_error, err) : ZPP_OK;

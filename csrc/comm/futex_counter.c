@@ -259,13 +259,14 @@ zpp_status zpp_await(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_target
     return await_slow(wait_ctx, wait_target, rank, err);
 }
 
-bool zpp_counter_sleep(struct zpp_wait_ctx *wait_ctx, struct zpp_counter *counter, uint32_t target) {
+bool zpp_counter_sleep(struct zpp_wait_ctx *wait_ctx, struct zpp_counter *counter, uint32_t target,
+                       uint64_t sleep_ns) {
     for (int i = spin_rounds(wait_ctx, counter); i > 0; i--) {
         if (zpp_counter_reached(counter, target)) return true;
         pause_cpu();
     }
     begin_slow(wait_ctx);
-    sleep_on(counter, target, LOOK_NS);
+    sleep_on(counter, target, sleep_ns < LOOK_NS ? sleep_ns : LOOK_NS);
     return zpp_counter_reached(counter, target);
 }
 

@@ -59,9 +59,10 @@ zpp_status zpp_await(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_target
                      struct zpp_err *err);
 /* The same for every rank but the caller's. */
 zpp_status zpp_await_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_target *wait_target, struct zpp_err *err);
-/* Spin, then sleep until the counter has reached the target, a signal comes or about 100 ms have passed; true if it
- * has. For waits whose condition is not the counter itself: the caller looks (zpp_wait_check) when this returns
- * false. */
-bool zpp_counter_sleep(struct zpp_wait_ctx *wait_ctx, struct zpp_counter *counter, uint32_t target);
+/* Spin, then sleep until the counter has reached the target, a signal comes or sleep_ns, at most 100 ms, have passed;
+ * true if it has. For waits whose condition is not the counter itself: the caller looks (zpp_wait_check) when this
+ * returns false. */
+bool zpp_counter_sleep(struct zpp_wait_ctx *wait_ctx, struct zpp_counter *counter, uint32_t target,
+                       uint64_t sleep_ns);
 
 #endif

@@ -115,6 +115,7 @@ struct zpp_comm {
     int outer_rank[ZPP_RANKS_MAX];
     int job_rank[ZPP_RANKS_MAX]; /* what messages and errors call the ranks; of the whole group */
     bool joined; /* all peers are mapped */
+    _Atomic bool closed; /* by zpp_comm_leave */
     uint64_t timeout_ns;
     bool crowded; /* more ranks than cores */
     int spin_rounds;

@@ -16,9 +16,12 @@
 #include <string.h>
 #include <time.h>
 
+#include "../base/timeline.h"
 #include "internal.h"
 #include "tcp/net.h"
 
+/* A thread that has other work besides (zpp_idle_step) looks at it so often: no doorbell rings for that. */
+enum { IDLE_LOOK_NS = 200000 };
 enum { GRACE_NS = 300000 }; /* most transfers get a waiting thread at once, which the group's thread leaves them to */
 
 static const uint64_t MESSAGE_BYTES_MAX = (uint64_t)1 << 40; /* a larger size means a damaged header */
@@ -362,7 +365,8 @@ static zpp_status wait_round(zpp_transfer *transfer, struct transfer_wait *waiti
     if (transfer->status != ZPP_AGAIN || (moved && !checks)) return ZPP_OK;
     pthread_mutex_unlock(&p2p->lock);
     if (checks) status = check_wait(waiting, moved_bytes, rank, gone, moved, err);
-    waiting->slept = status == ZPP_OK && !moved && !zpp_counter_sleep(&waiting->ctx, bell, heard + 1);
+    const uint64_t sleep_ns = status == ZPP_OK && !moved && zpp_idle_step() ? IDLE_LOOK_NS : UINT64_MAX;
+    waiting->slept = status == ZPP_OK && !moved && !zpp_counter_sleep(&waiting->ctx, bell, heard + 1, sleep_ns);
     pthread_mutex_lock(&p2p->lock);
     return status;
 }
@@ -372,6 +376,7 @@ zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait
     struct transfer_wait waiting = {.ctx = {
         .comm = p2p->comm, .wait = wait, .own_timeout = true, .fatal = true, .describe = describe, .ctx = transfer}};
     zpp_status status = ZPP_OK;
+    const uint64_t began_ns = zpp_span_begin();
     pthread_mutex_lock(&p2p->lock);
     p2p->waiters++;
     while (status == ZPP_OK && transfer->status == ZPP_AGAIN) status = wait_round(transfer, &waiting, err);
@@ -379,6 +384,7 @@ zpp_status zpp_transfer_wait(zpp_transfer *transfer, const struct zpp_wait *wait
     if (transfer->status != ZPP_AGAIN) status = answer_of(transfer, err);
     if (p2p->pending && !p2p->waiters) pthread_cond_signal(&p2p->wanted);
     pthread_mutex_unlock(&p2p->lock);
+    zpp_span_end(began_ns, ZPP_SPAN_WAIT, transfer->is_send ? "for a send" : "for a receive", transfer->header.bytes);
     return status;
 }
 
@@ -417,7 +423,7 @@ static void *run(void *arg) {
             struct zpp_err err = ZPP_ERR_INIT;
             if (progress(p2p)) continue;
             pthread_mutex_unlock(&p2p->lock);
-            (void)zpp_counter_sleep(&wait_ctx, bell, heard + 1);
+            (void)zpp_counter_sleep(&wait_ctx, bell, heard + 1, UINT64_MAX);
             pthread_mutex_lock(&p2p->lock);
             if (zpp_comm_check(comm, &err) != ZPP_OK) fail_all(p2p, &err);
         }

@@ -243,12 +243,7 @@ static zpp_status leave(struct zpp_rows *rows, zpp_status status) {
 /* --- create ------------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_rows_create(zpp_comm *comm, zpp_rows **out, struct zpp_err *err) {
-    if (comm && comm->net)
-        return zpp_fail(
-            err, ZPP_NOT_BUILT,
-            "moe: the ranks of group \"%s\" are on %d hosts, and experts are exchanged within one host only; "
-            "let each group of experts' ranks be on one host",
-            comm->name, zpp_comm_hosts(comm));
+    if (comm) comm = zpp_comm_here(comm);
     struct zpp_rows *rows = calloc(1, sizeof *rows);
     if (!rows) return zpp_fail(err, ZPP_NOMEM, "moe: no memory for an exchange of rows");
     rows->gathered = true;

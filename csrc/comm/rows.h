@@ -28,8 +28,9 @@
 #include "comm.h"
 
 typedef struct zpp_rows zpp_rows;
-/* Collective. comm NULL: one rank, without a peer. NOT_BUILT where ranks are on several hosts. `comm` is borrowed and
- * has to be alive in every call but destroy. New; free with zpp_rows_destroy, which is local. */
+/* Collective. comm NULL: one rank, without a peer. Over several hosts it is the exchange of this host's ranks
+ * (zpp_comm_here). `comm` is borrowed and has to be alive in every call but destroy. New; free with zpp_rows_destroy,
+ * which is local. */
 zpp_status zpp_rows_create(zpp_comm *comm, zpp_rows **out, struct zpp_err *err);
 void zpp_rows_destroy(zpp_rows *rows); /* NULL is fine */
 int zpp_rows_ranks(const zpp_rows *rows);

@@ -7,7 +7,7 @@
  *   what: bits 0-6 collective, 7 on an accelerator (nccl.h), 8-15 dtype, 16-23 reduce op, 24-39 root
  *         of quantised ones: 40 four bits, 41-56 sixteenths of a block, 57-62 ranks a node (0: all)
  *         of the others: 40-63 object
- *   elems: of quantised ones: bits 40-63 object
+ *   elems: of quantised ones: bits 40-63 object; of an all-to-all: zpp_comm_rows
  */
 #include <inttypes.h>
 #include <stdarg.h>
@@ -58,6 +58,24 @@ static void __attribute__((format(printf, 2, 3))) add(struct text *text, const c
     text->used += length > 0 && (size_t)length < left ? (size_t)length : length > 0 ? left : 0;
 }
 
+static const char *const phase_names[ZPP_ROWS_PHASES] = {
+    [ZPP_ROWS_ROUTE] = "route",
+    [ZPP_ROWS_DISPATCH] = "dispatch",
+    [ZPP_ROWS_WEIGHTS] = "weights",
+    [ZPP_ROWS_COMBINE] = "combine",
+    [ZPP_ROWS_DISPATCH_BACK] = "backward of dispatch",
+    [ZPP_ROWS_WEIGHTS_BACK] = "backward of weights",
+    [ZPP_ROWS_COMBINE_BACK] = "backward of combine",
+};
+
+/* What an exchange of rows says of itself, in place of a length. */
+static void add_rows(struct text *text, uint64_t rows) {
+    const unsigned phase = rows & 0xff;
+    if (phase == 0 || phase >= ZPP_ROWS_PHASES) return;
+    add(text, ", %s #%u of experts' layer %u", phase_names[phase], (unsigned)(rows >> 24),
+        (unsigned)(rows >> 8 & 0xffff));
+}
+
 static void add_quantised(struct text *text, const struct zpp_sig *sig) {
     const unsigned block_elems = (sig->what >> 41 & 0xffff) * 16, node_ranks = sig->what >> 57 & 0x3f;
     if (block_elems) add(text, ", int%d in blocks of %u", sig->what >> 40 & 1 ? 4 : 8, block_elems);
@@ -88,6 +106,7 @@ void zpp_sig_describe(const struct zpp_sig *sig, char *out, size_t capacity) {
     add(&text, "%s(", coll_names[coll]);
     add_tensor(&text, coll, sig->what >> 8 & 0xff, quantised ? sig->elems & (ZPP_QUANT_ELEMS_END - 1) : sig->elems);
     if (quantised) add_quantised(&text, sig);
+    if (coll == ZPP_COLL_ALL_TO_ALL) add_rows(&text, sig->elems);
     if (op < ZPP_REDUCE_OPS) add(&text, ", %s", op_names[op]);
     if (root != ZPP_NO_ROOT) add(&text, ", root %u", root);
     add_object(&text, (unsigned)((quantised ? sig->elems : sig->what) >> 40));

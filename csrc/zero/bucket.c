@@ -177,6 +177,7 @@ static zpp_status linger(zpp_zero *zero, const struct zpp_unit_grad *oldest, con
     if (!wait) return ZPP_AGAIN;
     while (!is_idle(zero, oldest)) {
         const struct timespec pause = { 0, 50000 };
+        zero->may_sum = true;
         const zpp_status status = zpp_stream_poll(zero->reduce, err);
         if (status != ZPP_OK && status != ZPP_AGAIN) return status;
         zero->over_bound = zpp_now_ns() >= until_ns;

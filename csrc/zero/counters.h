@@ -26,6 +26,7 @@ enum zpp_counter {
     ZPP_COUNTER_TAKEN,   /* this rank's sum n is made, and reads no bucket any more */
     ZPP_COUNTER_COPIED,  /* stage 0: this rank has copied all sums n */
     ZPP_COUNTER_STEPPED, /* this rank's shards have the values of step n */
+    ZPP_COUNTER_MEASURED, /* this rank's sums of squares of norm n are where its peers read them */
     ZPP_COUNTER_READ,    /* this rank has read all that it will read of the values before step n */
     ZPP_COUNTERS
 };

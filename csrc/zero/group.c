@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "internal.h"
 
@@ -40,16 +41,53 @@ static zpp_status check_parts(const struct zpp_group *group, const int *part_of,
     return ZPP_OK;
 }
 
+/* What the ranks compare of a group. */
+struct parts {
+    char name[64];
+    double divisor;
+    int part_of[ZPP_RANKS_MAX];
+};
+
+static void describe(const zpp_zero *zero, const struct parts *parts, char *text, size_t capacity) {
+    size_t used = (size_t)snprintf(text, capacity, "group \"%s\" with parts", parts->name);
+    for (int r = 0; r < zero->ranks && used < capacity; r++)
+        used += (size_t)snprintf(text + used, capacity - used, " %d", parts->part_of[r]);
+    if (used < capacity) snprintf(text + used, capacity - used, ", divisor %g", parts->divisor);
+}
+
+/* Ranks that divided the parameters in other ways would add gradients of different ones without a word. */
+static zpp_status check_same(const zpp_zero *zero, const struct zpp_group_spec *spec, struct zpp_err *err) {
+    struct parts mine = { .divisor = spec->divisor }, *all = NULL;
+    char here[320], there[320];
+    if (zero->ranks == 1) return ZPP_OK;
+    snprintf(mine.name, sizeof mine.name, "%s", spec->name);
+    memcpy(mine.part_of, spec->part_of, (size_t)zero->ranks * sizeof *mine.part_of);
+    all = malloc((size_t)zero->ranks * sizeof *all);
+    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the parts of %d ranks", zero->ranks);
+    zpp_status status = zpp_all_gather(zero->options.comm, all, &mine, sizeof mine, NULL, err);
+    for (int r = 1; status == ZPP_OK && r < zero->ranks; r++) {
+        if (memcmp(&all[r], &all[0], sizeof mine) == 0) continue;
+        describe(zero, &all[0], here, sizeof here);
+        describe(zero, &all[r], there, sizeof there);
+        status = zpp_fail(err, ZPP_INVALID,
+                          "zero: rank %d has %s, but rank %d has %s; give every rank the same mesh and the same groups",
+                          zpp_comm_job_rank(zero->options.comm, 0), here, zpp_comm_job_rank(zero->options.comm, r),
+                          there);
+    }
+    free(all);
+    return status;
+}
+
 static zpp_status check_coordinator(const zpp_zero *zero, const char *name, struct zpp_err *err) {
-    const char *what = zero->unit_file ? "parameters in files (Offload(params='nvme'))" : NULL;
-    if (zpp_internode(zero->options.comm)) what = "several hosts";
+    const bool files = zero->unit_file && zpp_internode(zero->options.comm);
+    const char *what = files ? "parameters in files over several hosts" : NULL;
     if (zero->options.host) what = "an accelerator";
     if (zero->sealed || zero->units_count)
         return zpp_fail(err, ZPP_STATE, "zero: group \"%s\" comes after the first unit", name);
     if (!what) return ZPP_OK;
     return zpp_fail(err, ZPP_NOT_BUILT,
-                    "zero: group \"%s\", whose ranks hold different parameters, with %s is not supported yet; use one "
-                    "host, the CPU, and parameters in memory",
+                    "zero: group \"%s\", whose ranks hold different parameters, with %s is not supported yet; use the "
+                    "CPU, and one host or parameters in memory",
                     name, what);
 }
 
@@ -66,6 +104,7 @@ static zpp_status check_spec(const zpp_zero *zero, const struct zpp_group_spec *
 
 zpp_status zpp_zero_add_group(zpp_zero *zero, const struct zpp_group_spec *spec, int *index, struct zpp_err *err) {
     zpp_status status = check_coordinator(zero, spec->name, err);
+    if (status == ZPP_OK) status = check_same(zero, spec, err);
     if (status == ZPP_OK) status = check_spec(zero, spec, err);
     if (status != ZPP_OK) return status;
     struct zpp_group **groups = zpp_array_reserve(zero->groups, (size_t)zero->groups_count, &zero->groups_capacity,
@@ -84,4 +123,8 @@ zpp_status zpp_zero_add_group(zpp_zero *zero, const struct zpp_group_spec *spec,
     *index = zero->groups_count;
     zero->groups[zero->groups_count++] = group;
     return ZPP_OK;
+}
+
+void zpp_zero_set_group_comm(zpp_zero *zero, int index, zpp_comm *comm) {
+    zero->groups[index]->comm = comm;
 }

@@ -24,6 +24,7 @@ struct zpp_group {
     int rank, ranks;            /* this rank's number in the group, and their count */
     int members[ZPP_RANKS_MAX]; /* [ranks] their numbers among the data ranks, in order of the shards */
     int part, parts;            /* of the data ranks' different parameters, this rank has those of `part` */
+    zpp_comm *comm;             /* of its ranks, borrowed; NULL: one rank, or not set */
     double divisor;             /* a gradient is the members' sum divided by this */
 };
 
@@ -35,10 +36,13 @@ struct zpp_group_spec {
 
 /* Group 0: all data ranks. */
 void zpp_group_init_all(struct zpp_group *group, int rank, int ranks);
-/* Before units are added; `*index` is the number for struct zpp_unit_spec. All data ranks add the same groups. INVALID:
- * parts of different sizes, or numbers that are not 0, 1, ..; NOT_BUILT where the coordinator has one group alone
- * (several hosts, an accelerator, parameters in a file). */
+/* Collective, before units are added; `*index` is the number for struct zpp_unit_spec. INVALID: data ranks that add
+ * different groups, parts of different sizes, or numbers that are not 0, 1, ..; NOT_BUILT where the coordinator has one
+ * group alone (an accelerator; parameters in files over several hosts). */
 zpp_status zpp_zero_add_group(struct zpp_zero *zero, const struct zpp_group_spec *spec, int *index,
                               struct zpp_err *err);
+/* `comm`: of the group's ranks, in their order; borrowed until destroy. Over several hosts a group of more than one
+ * rank needs it, before its first unit is gathered or reduced. */
+void zpp_zero_set_group_comm(struct zpp_zero *zero, int index, zpp_comm *comm);
 
 #endif

@@ -151,6 +151,8 @@ struct zpp_zero {
     uint64_t pass;     /* reducing backwards so far */
     bool in_backward, reduces;
     bool pass_is_open, pass_reduces, reduces_graphs; /* see pass.c */
+    _Atomic bool defers;  /* sums wait until this thread waits: for a message (zpp_zero_drive), or for reductions */
+    _Atomic bool may_sum; /* ... which it does now, so one of them may run */
     bool shares_backward; /* another coordinator may be in this backward: see zpp_bucket_take */
     bool over_bound;      /* ... and a bucket was waited for in vain: this backward goes beyond bucket_bytes */
     uint32_t number;      /* of the coordinators on this communicator, in their order */

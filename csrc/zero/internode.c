@@ -8,6 +8,9 @@
  * What a collective reads and writes is borrowed until it is finished: units stay GATHERING and buckets stay listed
  * until then, as they do on one host until the peers have read them.
  *
+ * A unit of a group goes over the communicator of that group's ranks, whose order is the program's too. A group of one
+ * rank only copies.
+ *
  * A reduction is two collectives: which parameters have gradients, and their sum. In stages 1 to 3 the sum is made as
  * the communicator does it, first inside each host.
  */
@@ -39,19 +42,25 @@ static void quantise_call(struct zpp_call *call, const struct zpp_quant_spec *sp
     call->block_elems = spec->block_elems;
 }
 
+static void copy_alone(const struct zpp_unit *unit) {
+    if (unit->whole != unit->shard) memcpy(unit->whole, unit->shard, zpp_unit_shard_bytes(unit));
+}
+
 zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*before)(void *unit),
                                 struct zpp_err *err) {
+    if (unit->group->ranks == 1) return copy_alone(unit), ZPP_OK;
     struct zpp_call call = gather_call(zero, unit);
     call.before = before;
     call.before_ctx = before ? unit : NULL;
     if (unit->quantised) quantise_call(&call, &zero->wire.params);
-    return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &unit->gather_work, err);
+    return zpp_comm_submit(unit->group->comm, &call, NULL, NULL, &unit->gather_work, err);
 }
 
 zpp_status zpp_internode_gather_now(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
                                     struct zpp_err *err) {
+    if (unit->group->ranks == 1) return copy_alone(unit), ZPP_OK;
     const struct zpp_call call = gather_call(zero, unit); /* a shard that lies at its place is not copied */
-    return zpp_comm_call(zero->options.comm, &call, wait, err);
+    return zpp_comm_call(unit->group->comm, &call, wait, err);
 }
 
 /* AGAIN (`wait` NULL) while it runs; then its status, and *work is freed and NULL. */
@@ -148,7 +157,11 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
         }
         call.src = sent(zero, grad, bucket);
     }
-    return zpp_comm_submit(zero->options.comm, &call, NULL, NULL, &grad->internode_sum, err);
+    if (unit->group->ranks == 1) {
+        if (call.src) memcpy(call.dst, call.src, zpp_wire_shard_bytes(unit));
+        return ZPP_OK;
+    }
+    return zpp_comm_submit(unit->group->comm, &call, NULL, NULL, &grad->internode_sum, err);
 }
 
 static unsigned char *origin_flags(const struct zpp_unit_grad *grad) {
@@ -180,14 +193,15 @@ zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, con
                                    .dst = grad->internode_memory,
                                    .elems = flags_count(unit),
                                    .object = zpp_internode_object(zero, unit)};
-    status = zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->internode_flags, err);
+    if (unit->group->ranks > 1)
+        status = zpp_comm_submit(unit->group->comm, &flags, NULL, NULL, &grad->internode_flags, err);
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
 }
 
 /* As add_shards of reduce_shm.c, with the sum made already. */
 static void add_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
     const struct zpp_unit *unit = grad->unit;
-    const double factor = zpp_grad_factor(zero, unit, 1);
+    const double factor = zpp_grad_factor(zero, unit, unit->group->divisor / unit->group->ranks); /* it is a mean */
     if (zero->options.stage == 0) {
         const void *source = zpp_wire_narrows(unit) ? reduced_shard(grad) : grad->shard;
         if (source != grad->shard || factor < 1.0 || factor > 1.0)

@@ -12,12 +12,15 @@
 #include "../ops/norm/norm.h"
 #include "internal.h"
 
+_Static_assert(sizeof(struct zpp_shard_norm) == ZPP_NORM_BYTES, "records of norms fit on the board");
+
 /* The pieces of one shard that have a gradient, and their sums. */
 struct pieces {
     struct zpp_norm_segment *segments;
     double *sums;
     uint64_t *bad; /* elements that are not finite */
     size_t *params;
+    size_t *firsts; /* of each piece's parameter, the element that it begins with */
     size_t count;
 };
 
@@ -26,6 +29,7 @@ static void drop_pieces(struct pieces *pieces) {
     free(pieces->sums);
     free(pieces->bad);
     free(pieces->params);
+    free(pieces->firsts);
 }
 
 /* The pieces of shard `rank` of the unit. False: no memory. */
@@ -35,13 +39,15 @@ static bool make_pieces(const struct zpp_step_shard *shard, int rank, struct pie
     *out = (struct pieces){.segments = calloc(capacity, sizeof *out->segments),
                            .sums = calloc(capacity, sizeof *out->sums),
                            .bad = calloc(capacity, sizeof *out->bad),
-                           .params = calloc(capacity, sizeof *out->params)};
-    const bool memory = pieces && out->segments && out->sums && out->bad && out->params;
+                           .params = calloc(capacity, sizeof *out->params),
+                           .firsts = calloc(capacity, sizeof *out->firsts)};
+    const bool memory = pieces && out->segments && out->sums && out->bad && out->params && out->firsts;
     const size_t found = memory ? zpp_unit_pieces(shard->owner->unit, rank, pieces) : 0;
     for (size_t i = 0; i < found; i++) {
         const void *grad = zpp_step_shard_grad(shard, &pieces[i]);
         if (!grad) continue;
         out->params[out->count] = pieces[i].param;
+        out->firsts[out->count] = pieces[i].offset_elems - shard->owner->unit->offset_elems[pieces[i].param];
         out->segments[out->count++] = (struct zpp_norm_segment){grad, shard->shape.grad_dtype, pieces[i].elems};
     }
     free(pieces);
@@ -55,8 +61,12 @@ static zpp_status norm_of_shard(const struct zpp_stepper *stepper, const struct 
     const bool memory = make_pieces(shard, rank, &pieces);
     if (memory) zpp_norm_squares(pieces.segments, pieces.count, pieces.sums, pieces.bad, stepper->pool);
     for (size_t i = 0; i < pieces.count; i++) {
+        const struct zpp_norm_segment *segment = &pieces.segments[i];
         out->squares += pieces.sums[i];
-        if (pieces.bad[i] && out->bad_param < 0) out->bad_param = (int64_t)pieces.params[i];
+        if (!pieces.bad[i] || out->bad_param >= 0) continue;
+        const size_t first = zpp_origin_first_nonfinite(segment->data, segment->dtype, segment->elems);
+        out->bad_param = (int64_t)pieces.params[i];
+        out->bad_elem = (int64_t)(pieces.firsts[i] + first);
     }
     drop_pieces(&pieces);
     if (out->bad_param >= 0) out->origins = zpp_zero_origins(stepper->zero, unit->index);
@@ -66,7 +76,7 @@ static zpp_status norm_of_shard(const struct zpp_stepper *stepper, const struct 
 zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct zpp_shard_norm *out,
                             struct zpp_err *err) {
     struct zpp_step_shard shard;
-    *out = (struct zpp_shard_norm){0.0, -1, 0};
+    *out = (struct zpp_shard_norm){0.0, -1, -1, 0};
     if (!zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
     return norm_of_shard(stepper, &shard, shard.rank, out, err);
 }
@@ -75,7 +85,7 @@ zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct 
 static zpp_status measure(const struct zpp_stepper *stepper, int unit, int rank, struct zpp_shard_norm *out,
                           struct zpp_err *err) {
     struct zpp_step_shard shard;
-    *out = (struct zpp_shard_norm){0.0, -1, 0};
+    *out = (struct zpp_shard_norm){0.0, -1, -1, 0};
     if (!stepper->units[unit].unit->trainable || !zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
     /* With several groups every rank measures its own shards alone. */
     if (stepper->zero->groups_count > 1) rank = stepper->units[unit].unit->group->rank;
@@ -177,7 +187,7 @@ static zpp_status measure_on_device(const struct zpp_stepper *stepper, int first
         make_device_pieces(stepper, first_rank, ranks, &all)
             ? ZPP_OK
             : zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %d units", stepper->units_count);
-    for (int row = 0; row < ranks * stepper->units_count; row++) rows[row] = (struct zpp_shard_norm){0.0, -1, 0};
+    for (int row = 0; row < ranks * stepper->units_count; row++) rows[row] = (struct zpp_shard_norm){0.0, -1, -1, 0};
     if (status == ZPP_OK && all.count) status = sum_on_device(stepper, &all, wait, err);
     for (size_t i = 0; i < all.count && status == ZPP_OK; i++) {
         struct zpp_shard_norm *norm = &rows[all.rows[i]];
@@ -219,13 +229,19 @@ static bool append(const struct zpp_stepper *stepper, int unit, int rank, size_t
     struct zpp_step_shard shard;
     struct pieces pieces = {0};
     const size_t first = out->firsts[group];
-    const bool has = stepper->units[unit].unit->trainable && zpp_step_shard_of(stepper, unit, false, &shard);
+    const struct zpp_unit *owner = stepper->units[unit].unit;
+    const bool counts = owner->trainable && !owner->is_copy;
+    const bool has = counts && zpp_step_shard_of(stepper, unit, false, &shard);
     bool memory = !has || make_pieces(&shard, rank, &pieces);
-    struct zpp_norm_segment *all = memory ? realloc(out->segments, (first + pieces.count + 1) * sizeof *all) : NULL;
-    memory = all != NULL;
+    const size_t total = first + pieces.count + 1;
+    struct zpp_norm_segment *all = memory ? realloc(out->segments, total * sizeof *all) : NULL;
+    if (all) out->segments = all;
+    size_t *params = all ? realloc(out->params, total * sizeof *params) : NULL;
+    if (params) out->params = params;
+    memory = params != NULL;
     if (memory) {
-        out->segments = all;
         if (pieces.count) memcpy(all + first, pieces.segments, pieces.count * sizeof *all);
+        if (pieces.count) memcpy(params + first, pieces.params, pieces.count * sizeof *params);
         out->firsts[group + 1] = first + pieces.count;
     }
     drop_pieces(&pieces);
@@ -248,6 +264,7 @@ zpp_status zpp_norm_pieces_make(const struct zpp_stepper *stepper, struct zpp_no
 
 void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces) {
     free(pieces->segments);
+    free(pieces->params);
     free(pieces->firsts);
     *pieces = (struct zpp_norm_pieces){0};
 }

@@ -8,6 +8,8 @@
  *   compute   the caller's kernels
  *             gradients into the bucket n            taken of the place's last use
  *             a bucket goes out                                                       written n
+ *             the norm n                                                              measured n
+ *             its sum over all ranks                 measured n of all
  *             the step s                             read s of all                    stepped s
  *   sums      the sum of all ranks' buckets n        written n of all                 taken n
  *             stage 0: the sums of the others        taken n of all                   copied n

@@ -43,6 +43,18 @@ static bool any_nonfinite(const void *data, zpp_dtype dtype, size_t elems) {
     }
 }
 
+size_t zpp_origin_first_nonfinite(const void *data, zpp_dtype dtype, size_t elems) {
+    const unsigned char *at = data;
+    const size_t bytes = zpp_dtype_bytes(dtype);
+    size_t first = 0, last = elems; /* it is in [first, last) */
+    while (last - first > 1) {
+        const size_t half = (last - first) / 2;
+        if (any_nonfinite(at + first * bytes, dtype, half)) last = first + half;
+        else first += half;
+    }
+    return first;
+}
+
 bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, zpp_dtype dtype, size_t begin,
                                  size_t elems) {
     const size_t bytes = zpp_dtype_bytes(dtype);

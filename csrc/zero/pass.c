@@ -7,6 +7,8 @@
  *
  * Forwards may come at any time of an open pass. A unit is reduced in the last graph that gives it gradients, and the
  * end of that graph does not wait for the reduction: what the other stages wait for leaves first. pass_close waits.
+ * Sums are left until this thread waits for messages of other stages (zpp_zero_drive), or in pass_close: a sum inside
+ * the backward would be on the way of all p stages, one after the other.
  * With `each`, every graph is reduced at its end instead, so that whole gradients live for one graph alone.
  */
 #include <string.h>
@@ -21,6 +23,7 @@ zpp_status zpp_zero_pass_open(zpp_zero *zero, bool reduce, bool each, struct zpp
     zero->pass_is_open = true;
     zero->reduces_graphs = each;
     zero->pass_reduces = reduce;
+    zero->defers = !each;
     for (int i = 0; i < zero->units_count; i++) zero->units[i]->awaits_graphs = !each;
     return ZPP_OK;
 }
@@ -50,6 +53,15 @@ zpp_status zpp_zero_graph_begin(zpp_zero *zero, const uint8_t *units, int forwar
 
 zpp_status zpp_zero_graph_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     return zero->reduces_graphs ? zpp_zero_backward_end(zero, wait, err) : ZPP_OK;
+}
+
+bool zpp_zero_drive(zpp_zero *zero) {
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    if (!zero->defers || !zero->order_at) return false;
+    zero->may_sum = true; /* one of them: then the caller looks at its messages again */
+    const zpp_status status = zpp_stream_poll(zero->reduce, &ignored); /* pass_close says what is wrong */
+    zero->may_sum = false;
+    return status == ZPP_AGAIN;
 }
 
 zpp_status zpp_zero_pass_close(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {

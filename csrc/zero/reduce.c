@@ -43,8 +43,8 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
     struct zpp_unit_grad *grad = unit->grad;
     if (!grad) return;
-    zpp_internode_drop(zero->options.comm, &grad->internode_flags);
-    zpp_internode_drop(zero->options.comm, &grad->internode_sum);
+    zpp_internode_drop(grad->unit->group->comm, &grad->internode_flags);
+    zpp_internode_drop(grad->unit->group->comm, &grad->internode_sum);
     free(grad->internode_memory);
     if (zero->store->free) zero->store->free(zero, grad);
     if (zero->path->drop_unit) zero->path->drop_unit(zero, grad);
@@ -92,7 +92,7 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
         if (zpp_keeps_buckets(zero) && unit->trainable) zero->kept_bucket_bytes += unit->grad->bucket_bytes;
     }
     /* Behind them, the board of exchange.c: a norm, the name of its worst element and whose it was for each unit. */
-    const size_t board_bytes = round_up(24 * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
+    const size_t board_bytes = round_up(ZPP_NORM_BYTES * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     if (zero->path->make_buckets) return zero->path->make_buckets(zero, mappings_bytes, board_bytes, err);
     if (!zpp_keeps_buckets(zero)) arena_bytes = round_up(mappings_bytes, zpp_page_bytes());
     for (int at = 0; at < zero->order_count; at++)
@@ -393,6 +393,8 @@ static void end_alone(zpp_zero *zero) {
 
 void zpp_zero_pass_forget(zpp_zero *zero) {
     zero->pass_is_open = zero->reduces_graphs = false;
+    zero->defers = false;
+    zero->may_sum = false;
     for (int i = 0; i < zero->units_count; i++) zero->units[i]->awaits_graphs = false;
 }
 

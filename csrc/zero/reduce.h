@@ -102,6 +102,9 @@ static inline size_t zpp_grad_shard_bytes(const struct zpp_unit_grad *grad) {
     return grad->unit->shard_elems * grad->elem_bytes;
 }
 
+/* Of a unit on the board of exchange.c: struct zpp_shard_norm (step_plan.h). */
+enum { ZPP_NORM_BYTES = 32 };
+
 /* Part of create, seal and destroy. */
 zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
@@ -168,6 +171,9 @@ static inline uint64_t zpp_origin_bit(int rank) {
  * looked at: the memory between them has no defined contents. */
 bool zpp_origin_nonfinite_params(const struct zpp_unit *unit, const void *data, zpp_dtype dtype, size_t begin,
                                  size_t elems);
+
+/* Return the first element that is infinite or NaN; one is. */
+size_t zpp_origin_first_nonfinite(const void *data, zpp_dtype dtype, size_t elems);
 
 /* What add_shards of reduce_shm.c adds: `count` sources of ranks `from`, to `to`, which may be one of the sources. */
 struct zpp_sources {

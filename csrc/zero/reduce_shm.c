@@ -10,6 +10,8 @@
  *   load    the shard's memory, with what it has so far (grad_store.h)
  *   add     shard r of all ranks' buckets, in rank order
  *   post_shard, copy   stage 0: this rank's shard is made, and then those of the others are copied
+ *
+ * In a pass, add and copy wait until the thread waits anyway (is_deferred).
  */
 #include "reduce.h"
 
@@ -135,8 +137,14 @@ static zpp_status load(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     return zero->store->load ? zero->store->load(zero, grad, wait, err) : ZPP_OK;
 }
 
+/* In a pass of many backwards (pass.c) a sum that nobody waits for would delay the gradient for the stage before. */
+static bool is_deferred(const zpp_zero *zero, const struct zpp_wait *wait) {
+    return zero->defers && !zero->may_sum && !wait;
+}
+
 static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     const struct zpp_grad_store *store = zero->store;
+    if (is_deferred(zero, wait)) return ZPP_AGAIN;
     zpp_status status = zpp_reduce_read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
     if (status == ZPP_OK && store->load_wait) status = store->load_wait(zero, grad, wait);
     const uint64_t began_ns = zpp_span_begin();
@@ -144,6 +152,7 @@ static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct z
     if (status != ZPP_OK) return status;
     zpp_span_end(began_ns, ZPP_SPAN_REDUCE, grad->unit->name, zpp_grad_shard_bytes(grad));
     if (zero->ring) zpp_desc_ring_ack(zero->ring, grad->seq);
+    zero->may_sum = false;
     return store->complete ? store->complete(zero, grad, err) : ZPP_OK;
 }
 
@@ -157,6 +166,7 @@ static zpp_status post_shard(zpp_zero *zero, struct zpp_unit_grad *grad, const s
 
 static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     if (!zero->copy_ring) return ZPP_OK;
+    if (is_deferred(zero, wait)) return ZPP_AGAIN;
     const zpp_status status =
         zpp_reduce_read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
     if (status != ZPP_OK) return status;

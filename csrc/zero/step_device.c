@@ -15,8 +15,8 @@ struct zpp_step_device {
     struct zpp_step_device_options options;
     zpp_device *device;
     struct zpp_clip_record *record;  /* on the device */
-    struct zpp_clip_record *on_host; /* pinned */
-    zpp_event *sent;
+    struct zpp_clip_record *on_host; /* [ZPP_CLIP_AHEAD], pinned */
+    zpp_event *sent[ZPP_CLIP_AHEAD];
     void *memory; /* on the device: sums of this rank, or of all shards; then the work of the kernels */
     size_t memory_bytes;
     const double **all; /* [ranks]: addresses of sums */
@@ -25,11 +25,14 @@ struct zpp_step_device {
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
+_Static_assert(ZPP_CLIP_AHEAD * sizeof(struct zpp_clip_record) <= ZPP_BLOCK_BYTES, "records fit a page");
+
 static zpp_status make_on_host(zpp_step_device *step, struct zpp_err *err) {
     const size_t host_bytes = zpp_page_bytes(); /* what is pinned is whole pages */
     step->on_host = aligned_alloc(host_bytes, host_bytes);
     if (!step->on_host) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the record of a step");
     *step->on_host = zpp_clip_record_of(step->options.loss_scale);
+    step->on_host->good_steps = step->options.good_steps;
     const zpp_status status = zpp_device_pin(step->device, step->on_host, host_bytes, err);
     if (status != ZPP_OK) {
         free(step->on_host);
@@ -46,12 +49,13 @@ zpp_status zpp_step_device_create(const struct zpp_step_device_options *options,
     step->device = zpp_stream_device(options->stream);
     void *record = NULL;
     zpp_status status = make_on_host(step, err);
-    if (status == ZPP_OK) status = zpp_event_create(step->device, &step->sent, err);
+    for (int at = 0; at < ZPP_CLIP_AHEAD && status == ZPP_OK; at++)
+        status = zpp_event_create(step->device, &step->sent[at], err);
     if (status == ZPP_OK) status = zpp_device_alloc(step->device, sizeof *step->record, &record, err);
     step->record = record;
     if (status == ZPP_OK)
         status = zpp_stream_copy(options->stream, step->record, step->on_host, sizeof *step->record, err);
-    if (status == ZPP_OK) status = zpp_event_record(step->sent, options->stream, err);
+    if (status == ZPP_OK) status = zpp_event_record(step->sent[0], options->stream, err);
     if (status != ZPP_OK) zpp_step_device_destroy(step);
     else *out = step;
     return status;
@@ -62,11 +66,11 @@ void zpp_step_device_destroy(zpp_step_device *step) {
     struct zpp_err err = ZPP_ERR_INIT;
     const struct zpp_wait wait = {60000000000u, NULL, NULL};
     /* What is enqueued still uses this memory. */
-    if (step->sent && zpp_event_record(step->sent, step->options.stream, &err) == ZPP_OK)
-        (void)zpp_event_sync(step->sent, &wait, &err);
+    if (step->sent[0] && zpp_event_record(step->sent[0], step->options.stream, &err) == ZPP_OK)
+        (void)zpp_event_sync(step->sent[0], &wait, &err);
     if (step->memory) zpp_device_free(step->device, step->memory, step->memory_bytes);
     if (step->record) zpp_device_free(step->device, step->record, sizeof *step->record);
-    if (step->sent) zpp_event_destroy(step->sent);
+    for (int at = 0; at < ZPP_CLIP_AHEAD; at++) zpp_event_destroy(step->sent[at]);
     if (step->on_host) zpp_device_unpin(step->device, step->on_host);
     free(step->on_host);
     free((void *)(uintptr_t)step->all);
@@ -131,9 +135,9 @@ static zpp_status share(zpp_step_device *step, const struct zpp_norm_pieces *pie
                         struct zpp_err *err) {
     const size_t units = pieces->groups / (size_t)pieces->ranks;
     for (int rank = 0; rank < pieces->ranks; rank++) step->all[rank] = sums + (size_t)rank * units;
-    if (pieces->ranks == step->ranks) return ZPP_OK;
     if (step->options.share)
-        return step->options.share(step->options.share_arg, step->options.stream, sums, step->all, err);
+        return step->options.share(step->options.share_arg, step->options.stream, pieces, sums, step->all, err);
+    if (pieces->ranks == step->ranks) return ZPP_OK;
     return zpp_fail(err, ZPP_NOT_BUILT,
                     "zero: the norm of gradients that %d ranks hold in parts on GPUs is not supported yet; keep shards "
                     "on the host with Offload(params='cpu', optimizer='cpu')",
@@ -219,8 +223,9 @@ static zpp_status launch(zpp_stream *stream, const struct zpp_step_plan *plan, s
     return status;
 }
 
-zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, struct zpp_err *err) {
-    return launch(step->options.stream, plan, zpp_clip_scale(step->record), err);
+zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, size_t behind,
+                                  struct zpp_err *err) {
+    return launch(step->options.stream, plan, zpp_clip_scale(step->record, behind), err);
 }
 
 zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,
@@ -234,15 +239,15 @@ zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct z
 
 /* --- the host's copy ---------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_step_device_send(zpp_step_device *step, struct zpp_err *err) {
+zpp_status zpp_step_device_send(zpp_step_device *step, size_t at, struct zpp_err *err) {
     const zpp_status status =
-        zpp_stream_copy(step->options.stream, step->on_host, step->record, sizeof *step->record, err);
-    return status == ZPP_OK ? zpp_event_record(step->sent, step->options.stream, err) : status;
+        zpp_stream_copy(step->options.stream, &step->on_host[at], step->record, sizeof *step->record, err);
+    return status == ZPP_OK ? zpp_event_record(step->sent[at], step->options.stream, err) : status;
 }
 
-zpp_status zpp_step_device_look(zpp_step_device *step, const struct zpp_wait *wait, struct zpp_clip_record *out,
-                                struct zpp_err *err) {
-    const zpp_status status = zpp_event_sync(step->sent, wait, err);
-    if (status == ZPP_OK) *out = *step->on_host;
+zpp_status zpp_step_device_look(zpp_step_device *step, size_t at, const struct zpp_wait *wait,
+                                struct zpp_clip_record *out, struct zpp_err *err) {
+    const zpp_status status = zpp_event_sync(step->sent[at], wait, err);
+    if (status == ZPP_OK) *out = step->on_host[at];
     return status;
 }

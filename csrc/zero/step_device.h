@@ -5,11 +5,12 @@
  *
  *   measure   sums of squares of this rank's gradients, then norm and skip from those of all ranks
  *   limit     the factor of clipping
+ *   settle    whether the step is taken, and the loss scale of the next backward
  *   launch    the plan: kernels that read the record's words
- *   settle    the loss scale of the next backward; the record goes to the host, beside what is enqueued later
+ *   send      the record goes to the host, beside what is enqueued later
  *   look      the host's copy, once it is there
  *
- * The bits are those of a step on the CPU (norm.c, step_plan.c).
+ * step_ahead.h is what a coordinator does with it. The bits are those of a step on the CPU (norm.c, step_plan.c).
  */
 #ifndef ZPP_ZERO_STEP_DEVICE_H
 #define ZPP_ZERO_STEP_DEVICE_H
@@ -17,17 +18,19 @@
 #include "../ops/norm/clip.h"
 #include "step_plan.h"
 
-/* Make every rank's sums readable on the stream: `own` has been written there, `units` doubles of device memory. Fill
- * in `all` [ranks] with addresses that kernels can read. */
-typedef zpp_status (*zpp_share_sums_fn)(void *arg, zpp_stream *stream, const double *own, const double **all,
-                                        struct zpp_err *err);
+/* Make every rank's sums readable on the stream: `own` is device memory that was written there, with a sum of each
+ * group of `pieces`, then one of each segment. Fill in `all` [ranks] with addresses of groups' sums that kernels can
+ * read, unless the gradients are local and it has them already. */
+typedef zpp_status (*zpp_share_sums_fn)(void *arg, zpp_stream *stream, const struct zpp_norm_pieces *pieces,
+                                        const double *own, const double **all, struct zpp_err *err);
 
 typedef struct zpp_step_device zpp_step_device;
 struct zpp_step_device_options {
     zpp_stream *stream;      /* of the device where the shards are; borrowed until destroy */
     double loss_scale;       /* of the first backward; 1: none */
+    uint64_t good_steps;     /* in a row before it, since the loss scale changed */
     const uint64_t *halt;    /* of struct zpp_clip, or NULL */
-    zpp_share_sums_fn share; /* NULL: one rank, or gradients that are local */
+    zpp_share_sums_fn share; /* NULL: one rank, or gradients that are local, and nobody looks at the sums */
     void *share_arg;
 };
 /* New; free with zpp_step_device_destroy. */
@@ -42,16 +45,18 @@ zpp_status zpp_step_device_measure(zpp_step_device *step, const struct zpp_stepp
                                    const struct zpp_clip_rule *rule, struct zpp_err *err);
 /* Enqueue parts that need no sums: LIMIT, SETTLE. */
 zpp_status zpp_step_device_clip(zpp_step_device *step, const struct zpp_clip_rule *rule, struct zpp_err *err);
-/* Enqueue the step. NOT_BUILT, and nothing done, for a plan of float64, of bf16 without an fp32 copy, and of files. */
-zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, struct zpp_err *err);
+/* Enqueue the step that is taken if `behind` steps since `settled` of the rule were skipped. NOT_BUILT, and nothing
+ * done, for a plan of float64, of bf16 without an fp32 copy, and of files. */
+zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, size_t behind,
+                                  struct zpp_err *err);
 /* Enqueue the step of a coordinator whose shards are on its device, with the plan's own grad_scale, on its compute
  * stream. As zpp_step_device_launch. */
 zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,
                                struct zpp_err *err);
-/* Enqueue a copy of the record to the host; then read the last one that was asked for. AGAIN: `wait` is NULL, and it is
- * not there yet. */
-zpp_status zpp_step_device_send(zpp_step_device *step, struct zpp_err *err);
-zpp_status zpp_step_device_look(zpp_step_device *step, const struct zpp_wait *wait, struct zpp_clip_record *out,
-                                struct zpp_err *err);
+/* Enqueue a copy of the record to place `at` of ZPP_CLIP_AHEAD on the host; then read the last one that was sent there.
+ * AGAIN: `wait` is NULL, and it is not there yet. */
+zpp_status zpp_step_device_send(zpp_step_device *step, size_t at, struct zpp_err *err);
+zpp_status zpp_step_device_look(zpp_step_device *step, size_t at, const struct zpp_wait *wait,
+                                struct zpp_clip_record *out, struct zpp_err *err);
 
 #endif

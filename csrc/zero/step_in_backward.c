@@ -38,7 +38,7 @@ struct zpp_step_in_backward {
     struct zpp_err err;
     struct zpp_aio_fault fault;
     int bad_unit;
-    int64_t bad_param;
+    int64_t bad_param, bad_elem;
 };
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
@@ -198,6 +198,7 @@ static zpp_status require_finite(zpp_step_in_backward *self, int unit, struct zp
     if (status != ZPP_OK || norm.bad_param < 0) return status;
     self->bad_unit = unit;
     self->bad_param = norm.bad_param;
+    self->bad_elem = norm.bad_elem;
     return zpp_fail(err, ZPP_STATE, "a gradient is not finite");
 }
 
@@ -399,6 +400,7 @@ zpp_status zpp_step_in_backward_end(zpp_step_in_backward *self, struct zpp_step_
     const bool failed = self->failed;
     *out = (struct zpp_step_in_backward_end){ .inconsistent = (failed || self->raised) && self->stepped,
                                               .bad_unit = self->bad_unit, .bad_param = self->bad_param,
+                                              .bad_elem = self->bad_elem,
                                               .fault = self->fault };
     self->pending = self->failed = false;
     if (self->raised || !failed) return result_of(self, err);

@@ -61,6 +61,7 @@ struct zpp_step_in_backward_end {
     bool inconsistent; /* it failed, and some units had been stepped */
     int bad_unit;      /* the unit whose gradient was not finite, or -1, */
     int64_t bad_param; /* and its parameter */
+    int64_t bad_elem;  /* and the first such element of that */
     struct zpp_aio_fault fault; /* written on status TIER only */
 };
 /* The step that the backward began is over, and all of it is written. Return the first failure since begin. */

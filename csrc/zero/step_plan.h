@@ -172,6 +172,7 @@ void zpp_no_master_step(const struct zpp_no_master_piece *pieces, size_t count, 
 struct zpp_shard_norm {
     double squares;
     int64_t bad_param; /* the first parameter whose gradient is not finite; -1: none */
+    int64_t bad_elem;  /* the first such element of it; -1: not looked for (a device measured) */
     uint64_t origins;  /* then: the ranks on which the unit's gradient was not finite before the sum (origin.c) */
 };
 
@@ -187,6 +188,7 @@ zpp_status zpp_norm_of_all(const struct zpp_stepper *stepper, struct zpp_shard_n
  * has its own shards only, and the number of ranks where gradients are local. Free with zpp_norm_pieces_drop. */
 struct zpp_norm_pieces {
     struct zpp_norm_segment *segments;
+    size_t *params; /* of each segment: its parameter's number in the unit */
     size_t *firsts; /* [groups + 1] */
     size_t groups;
     int ranks;

@@ -83,6 +83,7 @@ static zpp_status add_all_ranks(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_group *all = zero->groups ? calloc(1, sizeof *all) : NULL;
     if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for a group of %d ranks", zero->ranks);
     zpp_group_init_all(all, zero->rank, zero->ranks);
+    all->comm = zero->options.comm;
     zero->groups[zero->groups_count++] = all;
     return ZPP_OK;
 }

@@ -184,6 +184,8 @@ enum { ZPP_GRAPH_WITHOUT, ZPP_GRAPH_WITH, ZPP_GRAPH_LAST };
 zpp_status zpp_zero_graph_begin(zpp_zero *zero, const uint8_t *units, int forwards, struct zpp_err *err);
 zpp_status zpp_zero_graph_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 zpp_status zpp_zero_pass_close(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+/* For zpp_idle_set: run a sum of gradients that waits for its turn; true if some is left. Never waits. */
+bool zpp_zero_drive(zpp_zero *zero);
 void zpp_zero_pass_forget(zpp_zero *zero); /* part of close and of zpp_zero_backward_abort */
 zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *grad, bool partial,
                          const struct zpp_wait *wait, struct zpp_err *err);

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zeropp.errors import PartitionedParameterError as PartitionedParameterError
     from zeropp.errors import TierError as TierError
     from zeropp.files.timeline import trace as trace
+    from zeropp.parallel.layout import layout as layout
     from zeropp.zero.access import gathered as gathered
     from zeropp.zero.access import memory as memory
     from zeropp.zero.access import no_sync as no_sync
@@ -74,6 +75,7 @@ _HOME = {
     "sharded_init": "zero.model.init",
     "trace": "files.timeline",
     "estimate": "zero.memory_plan",
+    "layout": "parallel.layout",
     "initialize": "deepspeed.engine",
     **dict.fromkeys(("Config", "Precision", "LossScale", "Offload", "Tier", "Comm"), "config"),
     **dict.fromkeys(("Efficiency", "Experts", "Growth", "LayerDrop", "TokenDrop"), "config"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,10 @@ class ZeroppAccelerator(Accelerator):
     zeropp_config: zeropp.Config | None = None
     zeropp_shared: int = 1
     """How many ranks work on one batch, while a loader is prepared, or while what they have alike is gathered."""
+    zeropp_mesh: Any = None
+    """All ranks, with names, where some share matrices."""
+    zeropp_before: Callable[[Any], Any] | None = None
+    """Called with each model before it is partitioned."""
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -160,7 +164,10 @@ class ZeroppAccelerator(Accelerator):
     def _partition(self, model: nn.Module, optimizer: Any) -> None:
         if not zero.prepare.is_prepared(model):
             config = zeropp.Config() if self.zeropp_config is None else self.zeropp_config
-            zeropp.prepare(model, optimizer, zero.model.accelerator.placed(config, self.device))
+            if self.zeropp_before is not None:
+                self.zeropp_before(model)
+            placed = zero.model.accelerator.placed(config, self.device)
+            zeropp.prepare(model, optimizer, placed, mesh=self.zeropp_mesh)
         elif optimizer is not None and not isinstance(optimizer, zero.step.optimizer.ZeroOptimizer):
             zero.prepare.attach(model, optimizer)
         from zeropp.nn.generation import gather_for_generation
@@ -201,7 +208,7 @@ class ZeroppAccelerator(Accelerator):
         optimizer = self._optimizer_for(parameters, "clip_grad_norm_")
         if optimizer is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        return torch.tensor(optimizer.clip_grad_norm_(max_norm, norm_type=float(norm_type)))
+        return torch.as_tensor(optimizer.clip_grad_norm_(max_norm, norm_type=float(norm_type)))
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:

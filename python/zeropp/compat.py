@@ -169,12 +169,9 @@ def _of_steps() -> Iterator[Row]:
 
 
 def _of_jobs() -> Iterator[Row]:
-    yield Row(SPREAD, MORE_THAN_ONE, OPTIMIZER, kinds(*TALKING),
-              "its step adds over all data ranks, which hold different parameters there", "use an element-wise optimizer such as AdamW")
-    yield Row(SPREAD, MORE_THAN_ONE, "hosts", MORE_THAN_ONE,
-              "ranks read the memory of the others that hold the same parameters", "use one host")
     yield Row(SPREAD, MORE_THAN_ONE, "Config.offload.params.kind", these("nvme"),
-              "the ranks of a host share one file of parameters", "leave it on 'device'")
+              "over several hosts files have whole units, which ranks of a group would have to gather",
+              "leave it on 'device', or use one host", {"hosts": MORE_THAN_ONE})
     yield Row(CUT, YES, OPTIMIZER, kinds("LAMB", "Muon"),
               "its step needs whole tensors, and a rank has a part of them", "use an element-wise optimizer such as AdamW")
     yield Row(CUT, YES, "Config.offload.params.kind", these("nvme"),
@@ -266,8 +263,8 @@ def _of_hosts() -> Iterator[Row]:
 
 def _of_experts() -> Iterator[Row]:
     slices = "Experts.slices"
-    yield Row(slices, MORE_THAN_ONE, OPTIMIZER, kinds(*TALKING),
-              "its step needs whole matrices, or their norms", "use AdamW or another element-wise optimizer, or slices=1")
+    yield Row(slices, MORE_THAN_ONE, OPTIMIZER, kinds("Muon"),
+              "its step needs whole matrices", "use AdamW or another element-wise optimizer, or slices=1")
     for option, values in (
         ("Precision.stored", GIVEN),
         *((f"Config.offload.{kind}.kind", these("nvme")) for kind in ("params", "grads", "optimizer")),

@@ -3,7 +3,7 @@
  * Control messages between two ranks over their socket (SOCK_SEQPACKET, so a message arrives whole): they carry the
  * descriptors of new shared memory, which shared memory cannot carry. Messages that come before they are wanted are
  * kept in the peer's inbox. Any thread; message_lock guards sockets and inboxes and is held for system calls that do
- * not wait.
+ * not wait. The ranks of one host among several (net_local.c) use the sockets of the whole group.
  */
 #include <errno.h>
 #include <poll.h>
@@ -25,8 +25,15 @@ union fd_buffer {
     struct cmsghdr align;
 };
 
-zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_message *content, int fd,
+/* Return who has the sockets, and the number of `*rank` there. */
+static struct zpp_comm *owner_of(struct zpp_comm *comm, int *rank) {
+    *rank = zpp_outer_rank(comm, *rank);
+    return comm->outer ? comm->outer : comm;
+}
+
+zpp_status zpp_message_send(struct zpp_comm *group, int rank, const struct zpp_message *content, int fd,
                             struct zpp_err *err) {
+    struct zpp_comm *comm = owner_of(group, &rank);
     struct zpp_message copy = *content;
     struct iovec part = {&copy, sizeof copy};
     union fd_buffer control;
@@ -77,8 +84,9 @@ static zpp_status receive(const struct zpp_peer *peer, struct zpp_queued_message
 }
 
 /* Take the message from the inbox, or move messages from the socket to the inbox until it is there. */
-zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint64_t number, struct zpp_message *content,
-                           int *fd, struct zpp_err *err) {
+zpp_status zpp_message_try(struct zpp_comm *group, int rank, uint64_t kind, uint64_t number,
+                           struct zpp_message *content, int *fd, struct zpp_err *err) {
+    struct zpp_comm *comm = owner_of(group, &rank);
     struct zpp_peer *peer = &comm->peer[rank];
     zpp_status status = ZPP_AGAIN;
     pthread_mutex_lock(&comm->message_lock);
@@ -115,11 +123,13 @@ zpp_status zpp_message_try(struct zpp_comm *comm, int rank, uint64_t kind, uint6
 zpp_status zpp_message_wait(struct zpp_wait_ctx *wait_ctx, int rank, uint64_t kind, uint64_t number,
                             struct zpp_message *content, int *fd, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
+    int outer_rank = rank;
+    const struct zpp_comm *owner = owner_of(comm, &outer_rank);
     for (;;) {
         const bool gone = zpp_peer_gone(comm, rank); /* checked first: it may have written before it left */
         zpp_status status = zpp_message_try(comm, rank, kind, number, content, fd, err);
         if (status != ZPP_AGAIN) return status;
-        struct pollfd readable = {comm->peer[rank].socket, POLLIN, 0};
+        struct pollfd readable = {owner->peer[outer_rank].socket, POLLIN, 0};
         if (!gone && poll(&readable, 1, 100) > 0 && !(readable.revents & POLLIN)) poll(NULL, 0, 1); /* hung up */
         status = zpp_wait_check(wait_ctx, rank, gone, err);
         if (status != ZPP_OK) return status;

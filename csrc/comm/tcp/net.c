@@ -240,14 +240,16 @@ static void retell(struct zpp_comm *comm) {
     if (status != ZPP_OK) zpp_net_tell(comm, status, err.rank, err.text);
 }
 
+void zpp_net_farewell(struct zpp_comm *comm) {
+    const struct zpp_frame farewell = {.magic = ZPP_FRAME_MAGIC, .kind = ZPP_FRAME_FAREWELL};
+    if (!comm->joined) return;
+    retell(comm);
+    send_to_all(comm, &farewell, "");
+}
+
 void zpp_net_destroy(struct zpp_comm *comm, bool forked) {
     struct zpp_net *net = comm->net;
-    const struct zpp_frame farewell = {.magic = ZPP_FRAME_MAGIC, .kind = ZPP_FRAME_FAREWELL};
     if (!net) return;
-    if (!forked && comm->joined) {
-        retell(comm);
-        send_to_all(comm, &farewell, "");
-    }
     stop_watcher(net, forked);
     for (int r = 0; r < comm->ranks; r++) {
         if (!zpp_net_elsewhere(comm, r)) continue;

@@ -101,6 +101,7 @@ zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
                           const struct zpp_network_options *options, const struct zpp_store *store,
                           const struct zpp_wait *wait, struct zpp_err *err);
 void zpp_net_destroy(struct zpp_comm *comm, bool forked);
+void zpp_net_farewell(struct zpp_comm *comm); /* tell the ranks of other hosts that this one leaves; once */
 /* Send the ranks of other hosts the reason why the group ended. Any thread; never waits. */
 void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
 /* Return true if the rank left or died, and nothing has come from it for a while. */

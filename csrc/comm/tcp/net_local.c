@@ -38,6 +38,7 @@ zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct
 
 void zpp_local_destroy(struct zpp_comm *local, bool forked) {
     if (!local) return;
+    zpp_arena_clear(local);
     if (!forked) {
         pthread_mutex_destroy(&local->message_lock);
         pthread_mutex_destroy(&local->comm_error_lock);
@@ -46,6 +47,8 @@ void zpp_local_destroy(struct zpp_comm *local, bool forked) {
     }
     free(local);
 }
+
+zpp_comm *zpp_comm_here(zpp_comm *comm) { return comm->net ? comm->net->local : comm; }
 
 zpp_status zpp_hier_intranode(struct zpp_wait_ctx *inside, struct zpp_err *err) {
     struct zpp_comm *local = inside->comm;

@@ -24,7 +24,7 @@ void zpp_clip(const struct zpp_clip *clip) {
     for (size_t unit = 0; measures && unit < clip->units; ++unit)
         for (size_t rank = 0; rank < clip->ranks; ++rank) squares += clip->sums[rank][unit];
     const bool halted = clip->halt && __atomic_load_n(clip->halt, __ATOMIC_ACQUIRE);
-    zpp_clip_parts(clip->record, &clip->rule, halted ? NAN : squares);
+    zpp_clip_parts(clip->record, &clip->rule, halted ? NAN : squares, halted);
 }
 
 zpp_status zpp_clip_cuda(zpp_device *device, void *native, const struct zpp_clip *clip, struct zpp_err *err) {
@@ -42,7 +42,7 @@ zpp_status zpp_clip_cuda(zpp_device *device, void *native, const struct zpp_clip
     return zpp_launch_cuda(device, native, &launch, &args, err);
 }
 
-/* The work: what the sums of squares work in, then a sum of each segment, then its count of what is not finite. */
+/* The work: a sum of each segment, its count of what is not finite, then what the sums of squares work in. */
 size_t zpp_norm_groups_work_elems(const struct zpp_norm_segment *segments, size_t segments_count) {
     return zpp_norm_cuda_work_elems(segments, segments_count) + 2 * segments_count;
 }
@@ -74,12 +74,13 @@ zpp_status zpp_norm_groups_cuda(zpp_device *device, void *native, const struct z
                                 const size_t *firsts, size_t groups_count, double *work, double *sums,
                                 struct zpp_err *err) {
     const size_t count = firsts[groups_count];
-    double *const of_segments = work + zpp_norm_cuda_work_elems(segments, count);
+    double *const of_segments = work;
     uint64_t *const nonfinite = (uint64_t *)(void *)(of_segments + count);
+    double *const lanes = work + 2 * count;
     const struct job job = {firsts, of_segments, sums};
     zpp_status status = check_dtypes(segments, count, err);
     if (status == ZPP_OK)
-        status = zpp_norm_squares_cuda(device, native, segments, count, work, of_segments, nonfinite, err);
+        status = zpp_norm_squares_cuda(device, native, segments, count, lanes, of_segments, nonfinite, err);
     for (size_t done = 0; done < groups_count && status == ZPP_OK;) {
         struct zpp_norm_groups_cuda_args args;
         const size_t taken = fill_groups(&job, done, groups_count, &args);

@@ -27,7 +27,7 @@ KERNEL zpp_clip_cuda(const __grid_constant__ struct zpp_clip_cuda_args args) {
     }
     if (threadIdx.x != 0) return;
     const int halted = args.halt && *(const volatile uint64_t *)args.halt;
-    zpp_clip_parts(args.record, &args.rule, halted ? (double)NAN : squares);
+    zpp_clip_parts(args.record, &args.rule, halted ? (double)NAN : squares, halted);
 }
 
 KERNEL zpp_norm_groups_cuda(const __grid_constant__ struct zpp_norm_groups_cuda_args args) {

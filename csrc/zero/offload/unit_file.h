@@ -61,8 +61,9 @@ zpp_status zpp_unit_file_double_buffer(zpp_unit_file *unit_file, int unit, struc
 /* Elements of a unit that are to be kept so, in ascending order. Before seal. */
 zpp_status zpp_unit_file_add_span(zpp_unit_file *unit_file, int unit, size_t offset_bytes, size_t elems,
                                   zpp_dtype dtype, struct zpp_err *err);
-/* Rank 0 keeps what it has at mapping of a unit that is acquired; the other ranks do nothing. */
-zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int unit, struct zpp_aio_fault *fault,
+/* Rank 0 (`any_rank`: this one, alone of those that have the unit) keeps what it has at mapping of a unit that is
+ * acquired; the other ranks do nothing. */
+zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int unit, bool any_rank, struct zpp_aio_fault *fault,
                                     struct zpp_err *err);
 /* Collective: the mapping. `warm_bytes` of pages that were given back may be kept for the next load (one rank only). */
 zpp_status zpp_unit_file_seal(zpp_unit_file *unit_file, size_t warm_bytes, struct zpp_err *err);
@@ -97,6 +98,17 @@ zpp_status zpp_unit_file_read_status(const zpp_unit_file *unit_file, int unit, s
 
 /* True if nothing is under way between this rank and the file. Any thread. */
 bool zpp_unit_file_is_idle(const zpp_unit_file *unit_file);
+
+/* --- parts of units (unit_file_part.c) --------------------------------------------------------------------------- */
+/* Some bytes of a unit on their way to memory, such as the parameters of one expert; the rest of it is not read. */
+typedef struct zpp_unit_file_part zpp_unit_file_part;
+/* Begin to read [offset_bytes, offset_bytes + bytes) of a unit, acquired or not, to `memory`, which is borrowed until
+ * _end. What is kept in fewer bits is read in whole blocks of one matrix, and rounded like the whole unit. */
+zpp_status zpp_unit_file_part_begin(zpp_unit_file *unit_file, int unit, size_t offset_bytes, void *memory,
+                                    size_t bytes, zpp_unit_file_part **out, struct zpp_aio_fault *fault,
+                                    struct zpp_err *err);
+/* Wait, and free the part: the values are at `memory`. NULL is fine. */
+zpp_status zpp_unit_file_part_end(zpp_unit_file_part *part, struct zpp_aio_fault *fault, struct zpp_err *err);
 
 /* --- shards ------------------------------------------------------------------------------------------------------- */
 /* Bytes of the mapping to (write: from) `memory`, which is not in the mapping; units need not be acquired. */

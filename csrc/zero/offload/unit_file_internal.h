@@ -118,6 +118,14 @@ void unit_file_qcopy_drop(zpp_unit_file *unit_file);
 zpp_status unit_file_qcopy_begin(zpp_unit_file *unit_file, struct unit_file_unit *unit);
 /* The read ended with `status`: where that is OK, the values are at mapping. */
 void unit_file_qcopy_end(zpp_unit_file *unit_file, struct unit_file_unit *unit, zpp_status status);
+/* Find bytes of a unit in its quantised copy: return the span that they are in, *at_bytes of its scales and
+ * *codes_bytes of its codes; or NULL for bytes that are kept as they are, and *at_bytes of these. */
+const struct unit_file_span *unit_file_qcopy_find(const zpp_unit_file *unit_file, const struct unit_file_unit *unit,
+                                                  size_t offset_bytes, size_t *at_bytes, size_t *codes_bytes);
+/* Begin to read `bytes` of a unit's quantised copy from `at_bytes` on; *out is NULL where all are in memory. */
+zpp_status unit_file_qcopy_read(zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t at_bytes,
+                                void *memory, size_t bytes, zpp_aio_request **out, struct zpp_aio_fault *fault,
+                                struct zpp_err *err);
 /* Stray reads of a mapping that ranks share (unit_file_mapping.c). unwatch accepts a mapping that is not watched. open
  * and close change this rank's mapping, and return 0 or errno. */
 zpp_status unit_file_stray_watch(zpp_unit_file *unit_file, struct zpp_err *err);

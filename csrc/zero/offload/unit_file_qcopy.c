@@ -61,6 +61,35 @@ static size_t walk(const zpp_unit_file *unit_file, const struct unit_file_unit *
     return at;
 }
 
+const struct unit_file_span *unit_file_qcopy_find(const zpp_unit_file *unit_file, const struct unit_file_unit *unit,
+                                                  size_t offset_bytes, size_t *at_bytes, size_t *codes_bytes) {
+    const struct zpp_quant_spec *spec = &unit_file->quant;
+    size_t at = 0, done = 0; /* as in walk */
+    for (size_t i = 0; i < unit->spans_count && offset_bytes >= unit->spans[i].offset_bytes; i++) {
+        const struct unit_file_span *span = &unit->spans[i];
+        at += round_up(span->offset_bytes - done, PART_BYTES);
+        *at_bytes = at;
+        *codes_bytes = at + round_up(zpp_quant_blocks(spec, span->elems) * sizeof(float), PART_BYTES);
+        done = span->offset_bytes + span->elems * zpp_dtype_bytes(span->dtype);
+        if (offset_bytes < done) return span;
+        at = *codes_bytes + round_up(zpp_quant_code_bytes(spec, span->elems), PART_BYTES);
+    }
+    *at_bytes = at + (offset_bytes - done);
+    return NULL;
+}
+
+zpp_status unit_file_qcopy_read(zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t at_bytes,
+                                void *memory, size_t bytes, zpp_aio_request **out, struct zpp_aio_fault *fault,
+                                struct zpp_err *err) {
+    const size_t place = unit->qcopy_offset_bytes + at_bytes, resident = unit_file->qcopies_resident_bytes;
+    const size_t left = place < resident ? resident - place : 0, held = bytes < left ? bytes : left;
+    *out = NULL;
+    if (held) memcpy(memory, unit_file->qcopies_memory + place, held);
+    if (held == bytes) return ZPP_OK;
+    return zpp_scratch_submit(&unit_file->file, place + held - resident, (unsigned char *)memory + held, bytes - held,
+                              false, out, fault, err);
+}
+
 /* --- before seal -------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_unit_file_set_qcopies(zpp_unit_file *unit_file, int bits, size_t block_elems, bool in_memory,
@@ -239,11 +268,11 @@ static zpp_status round_held(const zpp_unit_file *unit_file, const struct unit_f
     return ZPP_OK;
 }
 
-zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int index, struct zpp_aio_fault *fault,
+zpp_status zpp_unit_file_keep_qcopy(zpp_unit_file *unit_file, int index, bool any_rank, struct zpp_aio_fault *fault,
                                     struct zpp_err *err) {
     struct unit_file_unit *unit = &unit_file->units[index];
     unsigned char *values = unit_file->mapping + unit->offset_bytes;
-    if (unit_file->rank != 0) return ZPP_OK;
+    if (unit_file->rank != 0 && !any_rank) return ZPP_OK;
     if (zpp_unit_file_is_held(unit_file, index)) return round_held(unit_file, unit, values, err);
     const size_t held = held_part(unit_file, unit);
     if (held == unit->qcopy_bytes) {

@@ -15,28 +15,34 @@ static const struct zpp_placement held_in_memory;
 
 /* --- shared with nvme_net.c --------------------------------------------------------------------------------------- */
 
-static zpp_status add_spans(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
+static zpp_status add_spans(zpp_zero *zero, const struct zpp_unit *unit, int index, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (size_t i = 0; unit->quantised_params && i < unit->params && status == ZPP_OK; i++)
         if (unit->quantised_params[i])
-            status = zpp_unit_file_add_span(zero->unit_file, unit->file_index, unit->offset_elems[i] * unit->elem_bytes,
+            status = zpp_unit_file_add_span(zero->unit_file, index, unit->offset_elems[i] * unit->elem_bytes,
                                             unit->param_elems[i], unit->dtype, err);
     return status;
 }
 
+/* A place for `elems` elements of the unit, this rank's or those that other ranks have under its name. */
+static zpp_status add_to_file(zpp_zero *zero, const struct zpp_unit *unit, size_t elems, int *index,
+                              size_t *offset_bytes, struct zpp_err *err) {
+    zpp_status status = zpp_unit_file_add(zero->unit_file, elems * unit->elem_bytes, index, offset_bytes, err);
+    if (status == ZPP_OK && zero->delays_steps && unit->trainable)
+        status = zpp_unit_file_double_buffer(zero->unit_file, *index, err);
+    return status == ZPP_OK ? add_spans(zero, unit, *index, err) : status;
+}
+
 zpp_status zpp_file_lay_out(zpp_zero *zero, struct zpp_unit *unit, size_t first_elem, size_t elems,
                             struct zpp_err *err) {
-    zpp_status status =
-        zpp_unit_file_add(zero->unit_file, elems * unit->elem_bytes, &unit->file_index, &unit->file_offset_bytes, err);
+    const zpp_status status = add_to_file(zero, unit, elems, &unit->file_index, &unit->file_offset_bytes, err);
     if (status != ZPP_OK) return status;
     unit->file = zero->unit_file;
     unit->file_first_elem = first_elem;
     unit->file_elems = elems;
     unit->shard_offset_bytes =
-        unit->file_offset_bytes + ((size_t)zero->rank * unit->shard_elems - first_elem) * unit->elem_bytes;
-    if (zero->delays_steps && unit->trainable)
-        status = zpp_unit_file_double_buffer(zero->unit_file, unit->file_index, err);
-    return status == ZPP_OK ? add_spans(zero, unit, err) : status;
+        unit->file_offset_bytes + ((size_t)unit->group->rank * unit->shard_elems - first_elem) * unit->elem_bytes;
+    return ZPP_OK;
 }
 
 zpp_status zpp_file_write_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
@@ -50,7 +56,8 @@ zpp_status zpp_file_write_wait(zpp_zero *zero, struct zpp_unit *unit, struct zpp
 
 zpp_status zpp_file_keep_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     if (!zpp_unit_file_keeps_qcopies(zero->unit_file)) return ZPP_OK;
-    return zpp_unit_file_keep_qcopy(zero->unit_file, unit->file_index, &zero->fault, err);
+    if (unit->group->parts > 1 && unit->group->rank > 0) return ZPP_OK;
+    return zpp_unit_file_keep_qcopy(zero->unit_file, unit->file_index, unit->group->parts > 1, &zero->fault, err);
 }
 
 bool zpp_file_reads(const zpp_zero *zero) {
@@ -76,24 +83,34 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
 static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     struct zpp_unit_file_figures seen;
     const size_t sharers = (size_t)(zero->options.copy ? zpp_comm_ranks(zero->options.copy) : zero->ranks);
+    size_t readers = sharers; /* of one unit, at least: a bound where groups differ */
+    for (int g = 1; g < zero->groups_count; g++)
+        if ((size_t)zero->groups[g]->ranks < readers) readers = (size_t)zero->groups[g]->ranks;
     zpp_unit_file_figures(zero->unit_file, &seen);
     out->param_bytes += seen.resident_bytes / sharers;
-    out->gathered_bytes += seen.memory_bytes / sharers;
-    out->gathered_peak_bytes += seen.acquired_peak_bytes / sharers;
+    out->gathered_bytes += seen.memory_bytes / readers;
+    out->gathered_peak_bytes += seen.acquired_peak_bytes / readers;
     out->on_disk_bytes += (seen.mapping_bytes - seen.resident_bytes) / sharers;
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
+/* The file has each part of the unit, one after the other. */
 static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const zpp_status status = zpp_file_lay_out(zero, unit, 0, unit->elems, err);
+    zpp_status status = ZPP_OK;
+    for (int part = 0; part < unit->group->parts && status == ZPP_OK; part++) {
+        int index;
+        size_t offset_bytes;
+        status = part == unit->group->part ? zpp_file_lay_out(zero, unit, 0, unit->elems, err)
+                                           : add_to_file(zero, unit, unit->elems, &index, &offset_bytes, err);
+    }
     unit->range_offset_bytes = unit->file_offset_bytes;
     return status;
 }
 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = zero->moving_base + unit->range_offset_bytes;
-    unit->shard = zpp_unit_shard_of_whole(unit, zero->rank);
+    unit->shard = zpp_unit_shard_of_whole(unit, unit->group->rank);
     if (zpp_unit_file_is_held(zero->unit_file, unit->file_index)) unit->placement = &held_in_memory;
 }
 

@@ -37,7 +37,7 @@ zpp_status zpp_zero_set_secondary(zpp_zero *zero, zpp_comm *intranode, struct zp
 }
 
 static bool has_secondary(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return zero->intranode && unit->placement == &zpp_placement_sharded_net;
+    return zero->intranode && unit->placement == &zpp_placement_sharded_net && unit->group == zero->groups[0];
 }
 
 static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
@@ -73,7 +73,7 @@ static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err 
 }
 
 static void drop(zpp_zero *zero, struct zpp_unit *unit) {
-    zpp_internode_drop(unit->gathers_intranode ? zero->intranode : zero->options.comm, &unit->gather_work);
+    zpp_internode_drop(unit->gathers_intranode ? zero->intranode : unit->group->comm, &unit->gather_work);
 }
 
 static zpp_status gather_parts(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {

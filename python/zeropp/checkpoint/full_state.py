@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from zeropp.checkpoint.job.layout import job_of
 from zeropp.checkpoint.job.whole import JobState
-from zeropp.checkpoint.sources import FILE_BYTES, Source, opened, plan_files, write_file, write_index
+from zeropp.checkpoint.sources import FILE_BYTES, Source, as_model_has, opened, plan_files, write_file, write_index
 from zeropp.comm.collective import broadcast
 from zeropp.errors import CheckpointError, are, counted
 from zeropp.files import disk
+from zeropp.files.hub_names import as_in_files
 from zeropp.files.safefile import piece_of
 from zeropp.zero.access import gathered
 from zeropp.zero.engine import Engine, engine_of
@@ -199,7 +199,8 @@ def load_full_state_dict(
 
     Args:
         source: a state dict (the same on every rank); or a safetensors file, or one of ``torch.save`` (``.bin``,
-            ``.pt``: tensors only, mapped and never executed), or a folder of either as Hugging Face writes it.
+            ``.pt``: tensors only, mapped and never executed), or a folder of either as Hugging Face writes it. Names may be those that
+            files of the Hub have for a model of transformers; of experts that are tensors of their own there, a rank reads its own.
         strict: names that are missing or unknown are an error.
         progress: rank 0 shows a bar of the bytes of the model, on stderr.
 
@@ -214,7 +215,7 @@ def load_full_state_dict(
         found: list[Source] = []
 
         def look() -> None:
-            found.append(stack.enter_context(opened(source)))
+            found.append(as_model_has(stack.enter_context(opened(source)), model, known))
             _check_names(engine, model, found[0], known, strict)
 
         ranks.all_do(look)
@@ -316,7 +317,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
 
     ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with an index where it is larger than
     ``file_bytes``; the model's ``config``, where it has one that can save itself. Tied parameters are written once,
-    under their first name.
+    under their first name. Tensors of a model of transformers have the names that its files have on the Hub, such as
+    ``experts.3.w1``; those of a model that lies on several ranks of a pipeline, or is cut by tensor parallelism, have the model's own.
 
     Memory: rank 0 holds one file's tensors; the others one bucket.
 
@@ -326,18 +328,14 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
     engine = engine_of(model)
     ranks = job_of(engine)
     target = Path(folder)
+    stream = named_full_tensors(model)
     if engine.job is None:
-        sizes = [
-            (e.names[0], math.prod(e.held.whole) * (2 if e.is_complex else 1) * u.dtype.itemsize)
-            for u in engine.units
-            for e in u.params
-        ]
-        sizes += [(name, buffer.nbytes) for name, buffer in loose_tensors(model)]
+        sizes = [(name, one.nbytes) for name, one in as_in_files(model, _without_values(engine, model))]
+        stream = as_in_files(model, stream)
     else:
         sizes = JobState(engine, model, "export").sizes()
     plan = plan_files(sizes, file_bytes)
     ranks.only_rank_0(lambda: _make_folder(target))
-    stream = named_full_tensors(model)
     for file_name, members in plan.items():
         pieces = []
         for _ in members:
@@ -350,6 +348,14 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
         raise AssertionError("the plan covers every tensor")
     ranks.only_rank_0(lambda: write_index(target, plan, sum(size for _, size in sizes)))
     ranks.only_rank_0(lambda: _save_config(model, target))
+
+
+def _without_values(engine: Engine, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield on meta what :func:`named_full_tensors` yields."""
+    for entry in (entry for unit in engine.units for entry in unit.params):
+        yield entry.names[0], torch.empty(entry.held.whole, dtype=entry.shown.dtype, device="meta")
+    for name, buffer in loose_tensors(model):
+        yield name, torch.empty_like(buffer, device="meta")
 
 
 def _make_folder(folder: Path) -> None:

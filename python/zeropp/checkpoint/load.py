@@ -33,6 +33,13 @@ from zeropp.zero.model_state import WHOLE, Entry, Unit
 from zeropp.zero.unfreeze import was_trained
 
 
+def _restore_optimizer(engine: Engine, optimizer: Any, content: Mapping[str, Any], parts: Files, ranks: Ranks) -> None:
+    _restore_groups(optimizer, content["optimizer"]["groups"])
+    engine.scaler.restore(content.get("scaler"))
+    engine.clock.restore(_steps_taken(content))
+    _restore_private(engine, content, parts, ranks)
+
+
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -99,10 +106,7 @@ def load(
         with engine.write_shards(), torch.no_grad():
             ranks.all_do(copy)
         if optimizer is not None:
-            _restore_groups(optimizer, content["optimizer"]["groups"])
-            engine.scaler.restore(content.get("scaler"))
-            engine.clock.restore(_steps_taken(content))
-            _restore_private(engine, content, parts, ranks)
+            _restore_optimizer(engine, optimizer, content, parts, ranks)
         if scheduler is not None:
             scheduler.load_state_dict(parts.plain(0, content["scheduler"]["state"]))
         loaders.restore(loader, content, ranks.rank, parts.plain)

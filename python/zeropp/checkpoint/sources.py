@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from zeropp.errors import CheckpointError
 from zeropp.files import disk
+from zeropp.files.hub_names import converts, merges_of, rows_of
 from zeropp.files.safefile import Piece, write_pieces
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -127,6 +128,67 @@ class _Together(Source):
 
     def box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         return self._where[name].box(name, offset, size)
+
+
+class _Merged(Source):
+    """Files of the Hub with the names that a model of transformers has. Rows of a tensor that is made of a list read their part of it."""
+
+    def __init__(self, inner: Source, model: Any, known: Mapping[str, Any]) -> None:
+        self._inner, self._model = inner, model
+        self._merges = merges_of(model, inner.names(), known)
+        self._of: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for first, merge in self._merges.items():
+            made = merge.make(model, first, lambda name: torch.empty(inner.shape(name), device="meta"))
+            self._of |= {name: (first, tuple(one.shape)) for name, one in made.items()}
+
+    def names(self) -> list[str]:
+        return list(self._of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._of[name][1]
+
+    def whole(self, name: str) -> Any:
+        return self._made(name, slice(None))
+
+    def _made(self, name: str, rows: slice) -> torch.Tensor:
+        first = self._of[name][0]
+        return self._merges[first].make(self._model, first, self._inner.whole, rows)[name]
+
+    def _plain(self, name: str) -> str | None:
+        """Return the name in the files of a tensor that is the same there."""
+        merge = self._merges[self._of[name][0]]
+        return None if merge.converter is not None else next(iter(merge.lists.values()))[0]
+
+    def flat(self, name: str, begin: int, end: int) -> torch.Tensor:
+        plain = self._plain(name)
+        if plain is not None:
+            return self._inner.flat(plain, begin, end)
+        if not self._merges[self._of[name][0]].by_rows or begin == end:
+            return super().flat(name, begin, end)
+        shape = self.shape(name)
+        first, last = rows_of(shape, begin, end)
+        at = begin - first * math.prod(shape[1:])
+        return self._made(name, slice(first, last)).reshape(-1)[at : at + end - begin]
+
+    def box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        plain = self._plain(name)
+        if plain is not None:
+            return self._inner.box(plain, offset, size)
+        if not self._merges[self._of[name][0]].by_rows:
+            return super().box(name, offset, size)
+        rows = slice(offset[0], offset[0] + size[0])
+        return self._made(name, rows)[_slices((0, *offset[1:]), size)]
+
+
+def as_model_has(source: Source, model: Any, known: Mapping[str, Any]) -> Source:
+    """Return files with the names of a model: of files that have the Hub's names for it, one that converts them.
+
+    Args:
+        known: by name, what the model has.
+    """
+    if not converts(model) or known.keys() <= set(source.names()):
+        return source
+    return _Merged(source, model, known)
 
 
 @contextlib.contextmanager

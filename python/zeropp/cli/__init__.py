@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": "under torchrun: latency and bandwidth of every pair of ranks, and which rank or link is slow or dead; with --device: is a GPU right",
     "config": "what every key of a configuration file does here, DeepSpeed's too, and what is not supported",
     "estimate": "bytes that a run will hold and move, and the bandwidth that it needs, before it runs",
+    "layout": "which dimensions, stage and micro-batch for a cluster, and what the others lose by",
     "bench-io": "the best I/O settings of a disk, and how near its limit they come",
     "analyse": "the difficulty of every sample of a dataset, for curriculum sampling",
     "plot": "pictures of results of benchmarks, and of the metrics of a run",

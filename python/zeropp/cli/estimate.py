@@ -11,6 +11,7 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -31,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a Hugging Face folder, its config.json, or package.module:function"
     )
-    parser.add_argument(
-        "--ranks", type=at_least_one, required=True, metavar="N", help="how many, on all hosts together"
-    )
+    parser.add_argument("--ranks", type=at_least_one, metavar="N", help="how many, on all hosts together; or --mesh")
     parser.add_argument(
         "--hosts", type=at_least_one, default=1, metavar="N", help="how many hosts, with as many ranks each; default: 1"
     )
@@ -57,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-copy", choices=("auto", "off"), default="auto", help="one shared copy a host (auto)")
     parser.add_argument("--tokens", type=int, help="a rank and step; with --tflops: the bandwidth each tier needs")
     parser.add_argument("--tflops", type=float, help="that a rank's computation reaches")
+    parser.add_argument(
+        "--mesh", nargs="*", default=[], metavar="NAME=RANKS", help="in place of --ranks, such as pp=2 dp=4 tp=2"
+    )
+    parser.add_argument("--micro-batches", type=at_least_one, default=1, metavar="N", help="of a step; with --mesh (1)")
+    parser.add_argument("--sequence", type=at_least_one, metavar="TOKENS", help="of a micro-batch; with --mesh")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
@@ -65,8 +69,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         model = _model_of(options)
         found = estimate(
-            _build(model), _config(options), ranks=options.ranks, hosts=options.hosts, optimizer=options.optimizer,
-            tokens=options.tokens, tflops=options.tflops,
+            build(model), _config(options), ranks=options.ranks, hosts=options.hosts, optimizer=options.optimizer,
+            tokens=options.tokens, tflops=options.tflops, mesh=dict(map(_size_of, options.mesh)) or None,
+            micro_batches=options.micro_batches, sequence=options.sequence,
         )  # fmt: skip
     except (Error, OSError, ValueError) as error:
         return refuse("estimate", error)
@@ -78,7 +83,7 @@ def _model_of(options: argparse.Namespace) -> str:
     """MODEL: its own argument, or what an option of several values took for one more of its own."""
     if options.model is not None:
         return str(options.model)
-    for values in (options.tiers, options.comm):
+    for values in (options.tiers, options.comm, options.mesh):
         if values and "=" not in values[-1]:
             return str(values.pop())
     if len(options.paths) > 1 or (options.paths and ":" in options.paths[-1]):
@@ -118,6 +123,14 @@ def _tier_of(said: str, paths: list[str]) -> tuple[str, Any]:
     return kind, Tier(name, path=(paths or ".") if name == "nvme" else None, fraction=share)  # nothing is written
 
 
+def _size_of(said: str) -> tuple[str, int]:
+    """Return (name, ranks) of one NAME=RANKS."""
+    name, _, size = said.partition("=")
+    if not size.isdecimal():
+        raise ConfigError(f"--mesh {said}: {size!r} is not a number of ranks; wanted a name and ranks, as in tp=2")
+    return name, int(size)
+
+
 def _format_of(said: str) -> tuple[str, Any]:
     """Return (kind, format) of one KIND=FORMAT."""
     kind, _, form = said.partition("=")
@@ -130,7 +143,7 @@ def _format_of(said: str) -> tuple[str, Any]:
     return kind, form
 
 
-def _build(what: str) -> Any:
+def build(what: str) -> Any:
     """Return the model on the meta device."""
     _, colon, _ = what.partition(":")
     return _call(what) if colon and not Path(what).exists() else _hugging_face(what)
@@ -216,6 +229,13 @@ def _rooms(shares: dict[str, float], ranks: int) -> Iterator[tuple[str, float, f
         yield folder, shares[folder] * ranks, sum(shares[one] for one in neighbours) * ranks, disk and disk[1]
 
 
+def _ranks_of(options: argparse.Namespace) -> tuple[int, str]:
+    """Return how many ranks there are, and which of them is described."""
+    if options.mesh:
+        return math.prod(size for _, size in map(_size_of, options.mesh)), "the fullest"
+    return int(options.ranks), "each"
+
+
 def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
     def amount(value: float) -> str:
         for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
@@ -223,15 +243,16 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
                 return f"{value / size:8.2f} {unit}"
         return f"{value / 1e3:8.2f} kB"
 
+    ranks, which = _ranks_of(options)
     lines = [
-        f"{counted(found['parameters'], 'parameter')} in {counted(found['units'], 'unit')} on {counted(options.ranks, 'rank')}; bytes of each rank"
+        f"{counted(found['parameters'], 'parameter')} in {counted(found['units'], 'unit')} on {counted(ranks, 'rank')}; bytes of {which} rank"
     ]
     for tier in ("cpu", "nvme"):
         lines += [f"  {tier:5} {kind:12} {amount(value)}" for kind, value in found[tier].items()]
         if found[tier]:
             lines.append(f"  {tier:5} {'sum':12} {amount(sum(found[tier].values()))}")
     shares = found.get("folders") or dict.fromkeys(options.paths, sum(found["nvme"].values()))
-    for folder, here, on_disk, free in _rooms(shares, options.ranks // options.hosts):
+    for folder, here, on_disk, free in _rooms(shares, ranks // options.hosts):
         room = f", {amount(on_disk).strip()} with the other folders on its disk," if on_disk > here else ""
         if free is not None:
             room += f" of {amount(free).strip()} free" + (", too little" if free < on_disk else "")
@@ -241,7 +262,7 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
     for kind, value in found["traffic"].items():
         need = (
             f", {amount(found['bandwidth'][kind]).strip()}/s to take as long as the computation"
-            if "bandwidth" in found
+            if kind in found.get("bandwidth", {})
             else ""
         )
         lines.append(f"  a step moves {amount(value)} ({kind}){need}")

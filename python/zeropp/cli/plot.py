@@ -29,40 +29,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="benchmarks/results/*.jsonl, or the metrics.jsonl of a run")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the pictures; default: this one")
     parser.add_argument("--format", choices=("png", "svg", "pdf"), default="png")
+    parser.add_argument("--case", default="", metavar="TEXT", help="of benchmarks: the cases whose names contain this")
 
 
 def run(options: argparse.Namespace) -> int:
     """Draw one picture a benchmark and one a run, and print their paths. Exit status: 0, or 2 where a file is no such file."""
     try:
-        import matplotlib as _  # noqa: F401
+        import matplotlib
     except ImportError:
         return refuse("plot", "matplotlib is not installed; pip install matplotlib")
     options.out.mkdir(parents=True, exist_ok=True)
     for path in options.files:
         try:
-            drawn = pictures(path)
+            drawn = pictures(path, options.case)
         except (OSError, ValueError) as error:
             return refuse("plot", error)
         for name, figure in drawn.items():
             target = options.out / f"{name}.{options.format}"
-            figure.savefig(target)
+            # The same rows give the same file: text stays text, and neither names nor dates are made up.
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+                figure.savefig(target, metadata={"Date": None} if options.format == "svg" else None)
             print(target)
     return 0
 
 
-def pictures(path: Path) -> dict[str, Figure]:
+def pictures(path: Path, case: str = "") -> dict[str, Figure]:
     """Return the pictures of a file by their names.
 
     Args:
         path: lines of JSON objects: rows of benchmarks have ``bench``, ``case`` and ``ratio``; rows of a run have ``step``.
+        case: of the rows of benchmarks, those whose ``case`` contains this text.
 
     Raises:
-        ValueError: a line is no JSON object, or its object is neither.
+        ValueError: a line is no JSON object, its object is neither, or no row has such a case.
     """
     rows = read(path)
     if all("bench" in row for row in rows):
-        names = dict.fromkeys(row["bench"] for row in rows)
-        drawn = {name: ratios(name, newest(rows, name)) for name in names if newest(rows, name)}
+        chosen = of_case(path, rows, case)
+        names = dict.fromkeys(row["bench"] for row in chosen)
+        drawn = {name: ratios(name, newest(chosen, name)) for name in names if newest(chosen, name)}
         if drawn:
             return drawn
     elif all("step" in row for row in rows):
@@ -71,6 +76,15 @@ def pictures(path: Path) -> dict[str, Figure]:
         f"{path}: its rows are neither results of a benchmark ('bench', 'case', 'ratio') nor metrics of a run ('step'); "
         "benchmarks/run.py --json and the training examples write such files"
     )
+
+
+def of_case(path: Path, rows: list[Row], case: str) -> list[Row]:
+    """Return the rows whose case contains a text; a text that no case contains is an error that lists them."""
+    chosen = [row for row in rows if case in str(row.get("case"))]
+    if not chosen:
+        cases = dict.fromkeys(str(row.get("case")) for row in rows)
+        raise ValueError(f"{path}: no case contains {case!r}; there are {', '.join(cases)}")
+    return chosen
 
 
 def read(path: Path) -> list[Row]:
@@ -111,6 +125,11 @@ def ratios(title: str, rows: list[Row]) -> Figure:
     low = [max(row["ratio"] - row.get("ratio_low", row["ratio"]), 0.0) for row in rows]
     high = [max(row.get("ratio_high", row["ratio"]) - row["ratio"], 0.0) for row in rows]
     axes.barh(range(len(rows)), values, xerr=[low, high], color=[BETTER if value >= 1 else WORSE for value in values])
+    for place, value in enumerate(values):
+        axes.annotate(
+            f"{value:.3g}", (0, place), xycoords=axes.get_yaxis_transform(), xytext=(4, 0),
+            textcoords="offset points", va="center", fontsize=7, color="white",
+        )  # fmt: skip
     axes.set_yticks(range(len(rows)), [f"{row.get('case')} : {row.get('peer_name')}" for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)

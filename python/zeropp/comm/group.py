@@ -211,11 +211,12 @@ def _tensor_of(block: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def arena_tensor(comm: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def arena_tensor(comm: Any, shape: Sequence[int], dtype: torch.dtype, here: bool = False) -> torch.Tensor:
+    """Return a tensor that the peers map; ``here``: the peers on this host, of a group over several."""
     elems = math.prod(shape)
     if elems == 0:
         return torch.empty(shape, dtype=dtype)
-    return _tensor_of(comm.alloc(elems * dtype.itemsize), shape, dtype)
+    return _tensor_of(comm.alloc(elems * dtype.itemsize, here), shape, dtype)
 
 
 def empty(

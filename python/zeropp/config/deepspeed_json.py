@@ -43,8 +43,11 @@ _TOP_ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
     "sparse_gradients": ((False,), "gradients are dense"),
     "gradient_allreduce_op": (("mean",), "gradients are averaged; zeropp.initialize sums them where it says 'sum'"),
     "managed_gradient_accumulation": ((True,), "the engine counts micro-steps; zeropp.no_sync accumulates by hand"),
-    "seq_parallel_communication_data_type": ((None, "fp32", "bf16", "fp16"), "sequences are not split over ranks"),
-    "sequence_parallel_size": ((1,), "sequences are not split over ranks"),
+    "seq_parallel_communication_data_type": ((None, "fp32", "bf16", "fp16"), "heads travel in their own type"),
+    "sequence_parallel_size": (
+        (1,),
+        "zeropp.initialize splits sequences over ranks; elsewhere zeropp.parallel.ulysses(model, mesh['sp']) does",
+    ),
     "use_data_before_expert_parallelism": ((False,), "ranks with different experts are neighbours; see Config.experts"),
     "dataloader_drop_last": ((True, False), "the loader of zeropp.initialize follows it"),
     "disable_python_gc": ((False,), "Python's collector is the script's own"),

@@ -25,6 +25,7 @@ from torch import nn
 from zeropp.config import Config
 from zeropp.config.reading import read_json
 from zeropp.deepspeed import schedules
+from zeropp.deepspeed.dimensions import Dimensions, replace, take
 from zeropp.deepspeed.efficiency import DataEfficiency, for_model, take_rates
 from zeropp.deepspeed.facts import ThroughputTimer, logger
 from zeropp.deepspeed.optimizers import build
@@ -52,6 +53,7 @@ def initialize(
     config_params: Any = None,
     *,
     engine_class: type[Engine] | None = None,
+    mpu: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
     """DeepSpeed's ``initialize``, with its names and its order of results.
 
@@ -66,6 +68,7 @@ def initialize(
         collate_fn: for the loader.
         config: a path, JSON text or mapping, DeepSpeed's or zeropp's; or a :class:`zeropp.Config`. ``config_params`` is its old name.
         engine_class: a subclass of :class:`Engine` to return; None: that one.
+        mpu: the groups that ``UlyssesSPAttentionHF.register_with_transformers`` returned.
 
     Returns:
         (engine, optimizer, loader or None, scheduler or None)
@@ -78,19 +81,21 @@ def initialize(
     keys = _keys_of(given)
     whole = dict(keys)
     optimizer_section, scheduler_section = keys.pop("optimizer", None), keys.pop("scheduler", None)
-    rates = take_rates(keys, lr_scheduler or scheduler_section)
+    rates, dimensions = take_rates(keys, lr_scheduler or scheduler_section), take(keys, model, mpu)
     sums, refuses_unused, every = _sums(keys), _refuses_unused(keys), _steps_per_print(keys)
-    settings = given if isinstance(given, Config) else Config.from_json(keys)
+    settings = given if isinstance(given, Config) else Config.from_json(keys, ranks=dimensions.batches)
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    model_parameters = replace(client, model_parameters, dimensions.cut(model))
     optimizer = client or _make_optimizer(optimizer, model, model_parameters, optimizer_section)
     # The engine accumulates, so that a caller may end a step early (set_gradient_accumulation_boundary).
     alone = dataclasses.replace(for_model(model, settings), accumulate=1)
     evaluates = optimizer is None and settings.stage == 0 and not is_prepared(model)
     if not evaluates:
-        optimizer = _prepare(model, optimizer, alone)
-    micro = _micro_batch(keys, settings.accumulate)
+        optimizer = _prepare(model, optimizer, alone, dimensions)
+    micro = _micro_batch(keys, settings.accumulate, dimensions)
     scheduler = _make_scheduler(lr_scheduler, optimizer, scheduler_section)
     engine = (engine_class or Engine)(model, optimizer, scheduler, settings, micro, whole)
+    engine._set_dimensions(dimensions)
     if evaluates:
         engine._evaluate_with(alone)
     engine._print_every, engine.collate_fn, engine.training_data = every, collate_fn, training_data
@@ -131,14 +136,14 @@ def _make_optimizer(make: Any, model: nn.Module, parameters: Any, section: Any) 
     return make(parameters) if callable(make) else build(section, parameters)
 
 
-def _prepare(model: nn.Module, optimizer: Any, settings: Config) -> Any:
+def _prepare(model: nn.Module, optimizer: Any, settings: Config, dimensions: Dimensions) -> Any:
     """Prepare the model, or give a prepared one this optimizer in place of an earlier engine's. Return the optimizer."""
     if is_prepared(model):
         _check_again(model, settings)
         if optimizer is not None:
             attach(model, optimizer)
             return optimizer
-    return prepare(model, optimizer, settings)[1]
+    return prepare(model, optimizer, settings, mesh=dimensions.mesh)[1]
 
 
 def _make_scheduler(given: Any, optimizer: Any, section: Any) -> Any:
@@ -177,15 +182,12 @@ def _refuses_unused(keys: dict[str, Any]) -> bool:
     return True
 
 
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _micro_batch(keys: Mapping[str, Any], accumulate: int) -> int | None:
+def _micro_batch(keys: Mapping[str, Any], accumulate: int, dimensions: Dimensions) -> int | None:
     micro, train = keys.get("train_micro_batch_size_per_gpu"), keys.get("train_batch_size")
     if isinstance(micro, int):
         return micro
-    return train // (accumulate * _ranks()) if isinstance(train, int) else None
+    ranks = dimensions.batches or (dist.get_world_size() if dist.is_initialized() else 1)
+    return train // (accumulate * ranks) if isinstance(train, int) else None
 
 
 def _check_again(model: nn.Module, settings: Config) -> None:
@@ -234,7 +236,7 @@ class Engine(DataEfficiency):
         self.optimizer, self.lr_scheduler, self.zeropp_config = optimizer, scheduler, config
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._micro_batch = micro_batch
-        self._norm: float | None = None
+        self._norm: float | torch.Tensor | None = None
         self._applied = self.is_compiled = False
         self._print_every: int | None = None
         self._factor, self._refuses_unused = 1.0, False
@@ -243,8 +245,13 @@ class Engine(DataEfficiency):
         self.client_optimizer = self.training_data = self.training_dataloader = self.collate_fn = None
         self.losses: Any = None
         self._begin_facts()
-        self.tput_timer = ThroughputTimer(self.train_batch_size())
         _engines.add(self)
+
+    def _set_dimensions(self, dimensions: Dimensions) -> None:
+        """Take what the file and the model say of other dimensions; count batches by it."""
+        dimensions.attach(self.module)
+        self._take_mesh(dimensions.mesh)
+        self.tput_timer = ThroughputTimer(self.train_batch_size())
 
     @property
     def basic_optimizer(self) -> Any:
@@ -438,7 +445,7 @@ class Engine(DataEfficiency):
 
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last step, before clipping."""
-        return self._norm
+        return None if self._norm is None else float(self._norm)
 
     # -- facts -------------------------------------------------------------------------------------------------------------
 
@@ -451,11 +458,11 @@ class Engine(DataEfficiency):
         Raises:
             ValueError: not a multiple of the micro-batch times the ranks.
         """
-        each = (self._micro_batch or 0) * self.world_size
+        each = (self._micro_batch or 0) * self.batches
         if each == 0 or train_batch_size < 1 or train_batch_size % each:
             raise ValueError(
                 f"set_train_batch_size: {train_batch_size} is not allowed; wanted a multiple of {each}, the micro-batch {self._micro_batch} times "
-                f"{self.world_size} ranks"
+                f"{self.batches} ranks"
             )
         self.zeropp_config = dataclasses.replace(self.zeropp_config, accumulate=train_batch_size // each)
         self.tput_timer.batch_size = train_batch_size
@@ -507,9 +514,10 @@ class Engine(DataEfficiency):
 
     def _sampler(self, dataset: Any, shuffle: bool) -> Any:
         """Return what gives this rank its part of a dataset; None for one rank, which takes all of it."""
-        if self.world_size == 1:
+        copies, place = self._data_place()
+        if copies == 1:
             return None
-        return torch.utils.data.DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=shuffle)
+        return torch.utils.data.DistributedSampler(dataset, copies, place, shuffle=shuffle)
 
 
 def _has_gradients(engine: Any, unit: Any) -> list[bool]:

@@ -110,13 +110,12 @@ ALWAYS: dict[str, Any] = {
         ),
         False,
     ),
-    "amp_params": {}, "autotp_size": 0, "cpuadam_cores_perc": 0.9,
+    "amp_params": {}, "cpuadam_cores_perc": 0.9,
     "flops_profiler_detailed": True, "flops_profiler_module_depth": -1, "flops_profiler_output_file": None,
     "flops_profiler_profile_step": 1, "flops_profiler_recompute_fwd_factor": 0.0, "flops_profiler_top_modules": 1,
     "autotuning_end_profile_step": 5, "autotuning_metric": "throughput", "autotuning_metric_path": None,
     "autotuning_model_info_path": None, "autotuning_start_profile_step": 3,
-    "get_compile_time": [], "get_model_parallel_rank": 0, "get_sequence_parallel_group": None,
-    "get_tensor_parallel_rank": 0, "get_wall_clock_timers": {}, "mics_shard_size": -1, "postscale_gradients": True,
+    "get_compile_time": [], "get_wall_clock_timers": {}, "mics_shard_size": -1, "postscale_gradients": True,
     "swap_tensor_config": None, "zenflow_config": None, "zero_grad_hooks": True, "zeropp_loco_param": None,
 }  # fmt: skip
 
@@ -215,7 +214,8 @@ class Facts(nn.Module):
         self.mp_world_size = self.sequence_parallel_size = 1
         self.data_parallel_group = self.seq_data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
         self.dist_backend = dist.get_backend() if dist.is_initialized() else None
-        self.mpu = self.mesh_device = self.quantizer = self.eigenvalue = self.progressive_layer_drop = None
+        self.mesh_device: Any = None
+        self.mpu = self.quantizer = self.eigenvalue = self.progressive_layer_drop = None
         self.pipeline_parallelism = self.zenflow = self.use_ds_comm = False
         self.moe_layers: list[Any] = [one for one in self.modules() if hasattr(one, "expert_group_name")]
         self.has_moe_layers = bool(self.moe_layers)
@@ -223,6 +223,28 @@ class Facts(nn.Module):
         self.gate_modules: list[Any] = [one.deepspeed_moe.gate for one in self.moe_layers]
         self.sparse_tensor_module_names: set[str] = set()
         self.monitor = Monitor()
+        self.batches = self.world_size
+        """How many different batches the ranks have at one time."""
+
+    def _take_mesh(self, mesh: Any) -> None:
+        """Set what a mesh of data, sequences, tensors and stages changes."""
+        if mesh is None:
+            return
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+        self.mesh_device, self.batches = mesh, int(sizes["dp"])
+        self.sequence_parallel_size = int(sizes.get("sp", 1))
+        self.mp_world_size, self.dp_world_size = int(sizes.get("tp", 1)), self.batches
+        self.seq_dp_world_size = self.batches * self.sequence_parallel_size
+        self.data_parallel_group = mesh["dp"].get_group()
+        self.pipeline_parallelism = "pp" in sizes
+
+    def _data_place(self) -> tuple[int, int]:
+        """Return (over how many ranks a dataset is shared out, the place of this one). Those of one sequence have samples of their own,
+        as in DeepSpeed, whose adapter of loaders goes through them in turn."""
+        mesh = self.mesh_device
+        if mesh is None or self.sequence_parallel_size > 1:
+            return self.world_size, self.global_rank
+        return self.batches, mesh.get_local_rank("dp")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -256,7 +278,24 @@ class Facts(nn.Module):
     # -- ranks and batches ---------------------------------------------------------------------------------------------
 
     def get_data_parallel_rank(self) -> int:
-        return self.global_rank
+        return self._of_mesh("dp", self.global_rank)
+
+    def get_tensor_parallel_rank(self) -> int:
+        return self._of_mesh("tp", 0)
+
+    def get_model_parallel_rank(self) -> int:
+        return self._of_mesh("tp", 0)
+
+    def autotp_size(self) -> int:
+        return self.mp_world_size if self.mp_world_size > 1 else 0
+
+    def get_sequence_parallel_group(self) -> Any:
+        return None if self.sequence_parallel_size == 1 else self.mesh_device["sp"].get_group()
+
+    def _of_mesh(self, name: str, otherwise: int) -> int:
+        """Return this rank's place in a dimension of the mesh, or the number that it has without one."""
+        mesh = self.mesh_device
+        return otherwise if mesh is None or name not in mesh.mesh_dim_names else int(mesh.get_local_rank(name))
 
     def gradient_accumulation_steps(self) -> int:
         return self.zeropp_config.accumulate
@@ -266,7 +305,7 @@ class Facts(nn.Module):
 
     def train_batch_size(self) -> int | None:
         micro = self._micro_batch
-        return None if micro is None else micro * self.zeropp_config.accumulate * self.world_size
+        return None if micro is None else micro * self.zeropp_config.accumulate * self.batches
 
     def get_batch_info(self) -> tuple[Any, Any, Any]:
         """Return the three methods, as DeepSpeed does, not their values."""

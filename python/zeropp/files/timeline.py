@@ -11,6 +11,8 @@ files. Without a trace they cost one load each.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
 from pathlib import Path
@@ -38,7 +40,8 @@ class trace:
 
     Kinds of spans (``cat``): ``forward`` (a module that needs units), ``backward``, ``step`` (the time when shards are
     written), ``gather``, ``reduce``, ``wait`` (for a peer, a gather, a reduction, a file; ``name`` says which), ``read`` and
-    ``write`` (requests to files, from submission to end). ``args.bytes``: bytes moved.
+    ``write`` (requests to files, from submission to end). ``args.bytes``: bytes moved. ``otherData.reductions_in_waits``: the
+    share of the time of reductions that lies inside waits of this rank, and so costs it nothing.
 
     Raises:
         zeropp.Error: a trace is being taken in this process already. zeropp.ConfigError: an unusable path or capacity.
@@ -65,7 +68,8 @@ class trace:
         events = [{"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}]
         for number, span in enumerate(spans):
             events += _events(number, self._rank, *span)
-        whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"dropped": dropped}}
+        other = {"dropped": dropped, "reductions_in_waits": _hidden(spans)}
+        whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
         self.file.write_text(json.dumps(whole, separators=(",", ":")), encoding="utf-8")
 
 
@@ -73,6 +77,26 @@ def _who() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
+
+
+def _hidden(spans: list[Any]) -> float | None:
+    """Return the share of the time of reductions that lies inside waits of the same thread; None: nothing was reduced."""
+    waits: dict[int, list[tuple[int, int]]] = {}
+    for kind, _, thread, began, ended, _ in spans:
+        if kind == "wait":
+            waits.setdefault(thread, []).append((began, ended))
+    # A wait may lie inside another one: from here on `ended` is the latest of those that began before.
+    for one in waits.values():
+        one.sort()
+        one[:] = zip([b for b, _ in one], itertools.accumulate((e for _, e in one), max), strict=True)
+    inside = whole = 0
+    for kind, _, thread, began, ended, _ in spans:
+        if kind == "reduce":
+            own = waits.get(thread, [])
+            at = bisect.bisect_right(own, (began, ended)) - 1
+            whole += ended - began
+            inside += ended - began if at >= 0 and own[at][1] >= ended else 0
+    return inside / whole if whole else None
 
 
 def _events(

@@ -28,7 +28,9 @@ class ZeroppTrainer:
     """Stands before a Trainer class; :func:`TrainerFor` puts it there. Without ``args.zeropp`` every method is upstream's."""
 
     _zeropp_sp = 1  # how many ranks share a sequence
+    _zeropp_tp = 1  # how many ranks share each matrix
     _zeropp_handle: Any = None
+    _zeropp_mesh: Any = None
 
     @property
     def _zeropp(self: Any) -> bool:
@@ -41,6 +43,9 @@ class ZeroppTrainer:
         if self._zeropp:
             self.accelerator.__class__ = ZeroppAccelerator  # the instance that Trainer configured, with other verbs
             self.accelerator.zeropp_config = self.args.zeropp_config
+            self.accelerator.zeropp_before = functools.partial(sequences.cut_tensors, self)
+            if self._zeropp_tp > 1:
+                self.accelerator.zeropp_mesh = sequences.mesh_of(self)
             self._zeropp_metrics = Metrics()
 
     def _build_accelerator_args(self: Any, **kwargs: Any) -> dict[str, Any]:
@@ -48,8 +53,18 @@ class ZeroppTrainer:
         if self._zeropp and self.args.zeropp_config.dtype_name is not None:
             found["mixed_precision"] = "no"  # parameters compute in their own dtype; no autocast on top
         if self._zeropp and found.get("parallelism_config") is not None:
-            self._zeropp_sp = sequences.ranks_of(found.pop("parallelism_config"), self.args)
+            self._zeropp_sp, self._zeropp_tp = sequences.sizes_of(found.pop("parallelism_config"), self.args)
         return found
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do as upstream, for the slices that this rank has."""
+        if self._zeropp:
+            sequences.cut_tensors(self, self.model)
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def get_tp_size(self: Any) -> int:
+        """Return how many ranks have one batch for their slices: tokens are counted once."""
+        return self._zeropp_tp if self._zeropp else super().get_tp_size()  # type: ignore[misc, no-any-return]
 
     def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if not self._zeropp:
@@ -91,7 +106,7 @@ class ZeroppTrainer:
     def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a part of each sequence; the loss, the logits and the labels are then those of the whole one, on each rank."""
         plain = super().prediction_step  # type: ignore[misc]
-        if self._zeropp_sp == 1:
+        if self._zeropp_sp * self._zeropp_tp == 1:
             return plain(model, inputs, *args, **kwargs)
         return sequences.predict(self, inputs, functools.partial(plain, model), *args, **kwargs)
 

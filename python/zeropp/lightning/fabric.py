@@ -97,7 +97,7 @@ def make_fabric_strategy(package: str) -> Any:
             error_if_nonfinite: bool = True,
         ) -> torch.Tensor:
             norm = optimizer.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
-            return torch.tensor(norm)
+            return torch.as_tensor(norm)
 
         def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
             optimizer.clip_grad_value_(float(clip_val))

@@ -35,7 +35,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def partition(module: nn.Module, optimizers: list[Any], config: Config) -> None:
+def partition(module: nn.Module, optimizers: list[Any], config: Config, mesh: Any = None) -> None:
     """Prepare a module, or give a prepared one the optimizers of this run.
 
     Raises:
@@ -45,14 +45,14 @@ def partition(module: nn.Module, optimizers: list[Any], config: Config) -> None:
     if len(optimizers) <= 1 and len(there) <= 1:
         optimizer = optimizers[0] if optimizers else None
         if not there:
-            zeropp.prepare(module, optimizer, config)
+            zeropp.prepare(module, optimizer, config, mesh=mesh)
         elif optimizer is not None and getattr(optimizer, "_engine", None) is None:
             attach(module, optimizer)
         return
     if not there:
         there = _split(module, optimizers)
         for part, optimizer in zip(there, [*optimizers, None], strict=False):
-            zeropp.prepare(part, optimizer, config)
+            zeropp.prepare(part, optimizer, config, mesh=mesh)
         module.__dict__[_PARTS] = there
         buffers.hand_over(module, engine_of(there[0]).comm)  # those that are in no part
         return

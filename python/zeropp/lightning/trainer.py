@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from zeropp.data.cutting import cut_to, length_of
 from zeropp.errors import ConfigError
@@ -43,20 +44,62 @@ def make_strategy(package: str) -> Any:
         Args:
             stage: what is partitioned; see :class:`zeropp.Config`. Not with ``config``.
             config: a :class:`zeropp.Config`, or what ``Config.from_json`` reads: a path, JSON text, a dict.
+            tensor_parallel_size: ranks that share matrices, as in Lightning's ModelParallelStrategy. The module's ``configure_model`` cuts
+                what it wants to over ``self.device_mesh["tensor_parallel"]``, with :func:`zeropp.parallel.tensor` or torch's
+                ``parallelize_module``; the ranks of ``"data_parallel"`` have different batches.
             more: the other fields of ``zeropp.Config``, and the arguments of ``DDPStrategy``.
         """
 
         strategy_name = "zeropp"
         model: Any
 
-        def __init__(self, stage: int | None = None, config: Any = None, **more: Any) -> None:
+        def __init__(
+            self, stage: int | None = None, config: Any = None, tensor_parallel_size: int = 1, **more: Any
+        ) -> None:
             self.zeropp_config = take_config(stage, config, more)
+            self._tensor_ranks = tensor_parallel_size
+            self._device_mesh: Any = None
             super().__init__(**more)
             if self._ddp_kwargs:
                 raise ConfigError(f"ZeroppStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
             self._forward_redirection = redirection()
             self._loaded_from: Any = None
             self._low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.zeropp_config.dtype_name or "")
+
+        # -- ranks -------------------------------------------------------------------------------------------------------
+
+        @property
+        def device_mesh(self) -> Any:
+            """All ranks, as ("data_parallel", "tensor_parallel"); there once the processes run."""
+            if self._device_mesh is None:
+                raise ConfigError(
+                    "ZeroppStrategy.device_mesh: there is none; it is made with the processes, where tensor_parallel_size is above 1"
+                )
+            return self._device_mesh
+
+        def setup_environment(self) -> None:
+            super().setup_environment()
+            ranks = self._tensor_ranks
+            if ranks == 1:
+                return
+            if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or self.world_size % ranks:
+                raise ConfigError(
+                    f"ZeroppStrategy: tensor_parallel_size {ranks!r}, of a job of {self.world_size} ranks; wanted a divisor of these"
+                )
+            names = ("data_parallel", "tensor_parallel")
+            shape = (self.world_size // ranks, ranks)
+            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+            self.lightning_module._device_mesh = (
+                self._device_mesh
+            )  # so that configure_model finds it, as with Lightning's own strategy
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]:
+            """Give ranks that share matrices one batch."""
+            if self._device_mesh is None:
+                return super().distributed_sampler_kwargs  # type: ignore[no-any-return]
+            data = self._device_mesh["data_parallel"]
+            return {"num_replicas": data.size(), "rank": data.get_local_rank()}
 
         # -- model and optimizer -----------------------------------------------------------------------------------------
 
@@ -73,7 +116,7 @@ def make_strategy(package: str) -> Any:
             if fitting:
                 self.setup_optimizers(trainer)
             optimizers = [_plain(one) for one in self.optimizers] if fitting else []
-            partition(module, optimizers, placed(self.zeropp_config, self.root_device))
+            partition(module, optimizers, placed(self.zeropp_config, self.root_device), self._device_mesh)
             self.setup_precision_plugin()
             self.precision_plugin.clip_grad_by_norm = _clip_by_norm
             self.precision_plugin.clip_grad_by_value = _clip_by_value
@@ -90,8 +133,8 @@ def make_strategy(package: str) -> Any:
 
         @contextlib.contextmanager
         def model_sharded_context(self) -> Iterator[None]:
-            """Modules made in ``configure_model`` are never whole in memory."""
-            if parts_of(self.lightning_module) or self.zeropp_config.stage < 3:
+            """Modules made in ``configure_model`` are never whole in memory, unless they are cut there."""
+            if parts_of(self.lightning_module) or self.zeropp_config.stage < 3 or self._device_mesh is not None:
                 yield
                 return
             with construction(from_rank_0=True):  # as everywhere in Lightning: ranks need no common seed

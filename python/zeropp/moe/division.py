@@ -23,8 +23,10 @@ from zeropp.config import Config
 from zeropp.errors import ConfigError
 from zeropp.moe.exchange import Exchange
 from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers
+from zeropp.moe.on_demand import Cache, DemandCall, DemandLayer
+from zeropp.zero.formulas import loads_units
 from zeropp.zero.model.boxes import Box, Boxes, Dims, one_box
-from zeropp.zero.model.part import Parts, cut
+from zeropp.zero.model.part import Parts, cut, parts_of
 
 _groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 """By the process group of the job and ``ep``: the group of this rank."""
@@ -39,16 +41,32 @@ class Division:
     """Ranks that hold different experts."""
     slices: int
     """Slices of an expert, each an expert of its own here."""
+    chunks: int | str
+    """Pieces in which tokens go to other hosts."""
     exchange: Exchange
     """Of the ranks that hold different experts."""
     parts: dict[nn.Parameter, nn.Parameter]
-    """By parameter of the model, this rank's part; empty where one rank has all experts."""
+    """By parameter of the model, this rank's part; empty where one rank has all experts, and none on demand."""
+    cache_bytes: int | None = None
+    """Of experts on demand; None: there are none."""
 
-    def install(self) -> None:
+    @property
+    def apart(self) -> list[nn.Module]:
+        """Return the modules that are a unit each: those that stay where they are while a pass reads single experts."""
+        return [] if self.cache_bytes is None else [layer.module for layer in self.layers]
+
+    def install(self, engine: Any) -> None:
         """Let the modules compute with this rank's experts, on rows of all ranks."""
-        for layer in self.layers if self.parts else ():
+        cache = None if self.cache_bytes is None else Cache(engine, self.cache_bytes)
+        if cache is not None:
+            engine.core.set_on_demand(bytes(parts_of(unit.params[0].param) is not None for unit in engine.units))
+        for number, layer in enumerate(self.layers if self.parts else ()):
             local = {key: self.parts[getattr(layer.module, key)] for key in layer.keys}
-            layer.module.forward = ExpertsForward(layer, self.exchange, local, self.slices)
+            layer.module.forward = forward = ExpertsForward(layer, self.exchange, local, self.slices, self.chunks)
+            if cache is not None:
+                first = self.exchange.rank * layer.experts * self.slices // self.ranks
+                forward.demand = DemandLayer(cache, number, layer.name, local, first, self.slices)
+                layer.module._compiled_call_impl = DemandCall(layer.module)
 
 
 def divide(model: nn.Module, config: Config, comm: Any) -> Division:
@@ -66,14 +84,28 @@ def divide(model: nn.Module, config: Config, comm: Any) -> Division:
     ranks = chosen.ranks_of(count, [(layer.name, layer.experts) for layer in layers])
     exchange = Exchange(_ranks_of(comm, ranks))
     parts = {}
-    for layer in layers if ranks > 1 or chosen.slices > 1 else ():
+    _check_cache(chosen.cache, config, comm)
+    for layer in layers if ranks > 1 or chosen.slices > 1 or chosen.cache is not None else ():
         _refuse_buffers(layer)
         for key in layer.keys:
             parameter = layer.module._parameters[key]
             assert parameter is not None
             boxes = tuple(_boxes(layer, key, parameter.shape, rank, ranks, chosen.slices) for rank in range(ranks))
             parts[parameter] = cut(parameter, Parts(exchange.comm, boxes))
-    return Division(layers, ranks, chosen.slices, exchange, parts)
+    return Division(layers, ranks, chosen.slices, chosen.chunks, exchange, parts, chosen.cache)
+
+
+def _check_cache(cache: int | None, config: Config, comm: Any) -> None:
+    if cache is not None and not loads_units(config):
+        raise ConfigError(
+            f"Experts.cache: {cache} bytes of experts on demand, of parameters that are in memory already; wanted "
+            "Offload(params='nvme', path=...) or Precision(stored='int8' | 'int4'), or leave it at None"
+        )
+    if cache is not None and comm is not None and comm.hosts > 1 and config.stored_name is None:
+        raise ConfigError(
+            f"Experts.cache: {cache} bytes of experts on demand on {comm.hosts} hosts, each of which has a part of every expert in its "
+            "file; use Precision(stored=), of which each host has a whole copy, or leave it at None"
+        )
 
 
 def _refuse_buffers(layer: ExpertLayer) -> None:

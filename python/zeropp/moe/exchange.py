@@ -2,8 +2,9 @@
 """The exchange of a mixture of experts: tokens to the ranks of their experts, and what these make back to the tokens.
 
 Ranks of one host send nothing. They publish tokens, choices and results in shared memory, and read each other's rows
-where they lie (csrc/comm/rows.h): DeepSpeed-MoE (Rajbhandari et al. 2022) without its all-to-alls. Both directions are
-operators of torch (``torch.ops.zeropp.moe_rows_*``), so selective checkpointing can keep what they return.
+where they lie (csrc/comm/rows.h): DeepSpeed-MoE (Rajbhandari et al. 2022) without its all-to-alls. Between hosts a
+token goes once to each host that has some of its experts (hosts.py). All directions are operators of torch
+(``torch.ops.zeropp.moe_rows_*`` and ``moe_hosts_*``), so selective checkpointing can keep what they return.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zeropp import _C
 from zeropp.comm.group import arena_tensor, communicator, dtype_code
 from zeropp.errors import NotBuiltError
+from zeropp.moe.hosts import Network, Phase, Route, begin, end, register_operators, route
 from zeropp.ops import checks
 
 __all__ = ["Exchange", "RowPlan", "combine", "dispatch", "keep_exchanges"]
@@ -40,16 +42,16 @@ class Exchange:
 
     Making one is collective over the group. All ranks then run the same layers in the same order; where they do not,
     every rank gets an error that names both sides.
-
-    Raises:
-        zeropp.NotBuiltError: the group's ranks are on several hosts.
     """
 
     def __init__(self, group: Any = None) -> None:
         self.comm: Any = communicator(group) if isinstance(group, dist.ProcessGroup) else group
         self.core: Any = _C.Rows(self.comm)
-        self.ranks: int = self.core.ranks
+        self.ranks: int = 1 if self.comm is None else self.comm.ranks
+        self.here: int = self.core.ranks
+        """Ranks on this host."""
         self.rank: int = 0 if self.comm is None else self.comm.rank
+        self.network = Network(self.comm, self.empty) if self.here < self.ranks else None
         self.number = next(_numbers)
         _exchanges[self.number] = self
 
@@ -62,9 +64,9 @@ class Exchange:
 
         It is memory that was used before where there is some, so touching it costs no page faults.
         """
-        if self.ranks == 1:
+        if self.here == 1:
             return torch.empty(rows, width, dtype=dtype)
-        return arena_tensor(self.comm, (rows, width), dtype)
+        return arena_tensor(self.comm, (rows, width), dtype, here=True)
 
 
 class RowPlan(NamedTuple):
@@ -81,6 +83,8 @@ class RowPlan(NamedTuple):
     anchor: Tensor
     """(0,): ties the backward of the dispatch to the combine, also where no row came to this rank."""
     exchange: Exchange
+    route: Route | None = None
+    """Over several hosts: which tokens went to other ones, and whose came here. Then ``taken`` counts guests as tokens."""
 
 
 def _local() -> Exchange:
@@ -130,8 +134,21 @@ def dispatch(
     checks.check_whole(name, "experts", experts)
     one = _local() if exchange is None else exchange
     choices = chosen.to(torch.int32).contiguous()
-    rows, *parts = torch.ops.zeropp.moe_rows_dispatch.default(hidden.contiguous(), choices, experts, one.number, layer)
-    return rows, RowPlan._make([*parts, one])
+    if one.network is None:
+        return _gather(hidden.contiguous(), choices, experts, one, layer)
+    hidden = hidden.contiguous()
+    way = route(choices, hidden, experts, one.network, layer)
+    ticket = begin(hidden, way, Phase.DISPATCH, one.network)
+    return _gather(end(ticket, hidden, way, Phase.DISPATCH, one.network), way.chosen, experts, one, layer, way)
+
+
+def _gather(
+    hidden: Tensor, chosen: Tensor, experts: int, one: Exchange, layer: int, way: Route | None = None
+) -> tuple[Tensor, RowPlan]:
+    """The dispatch within this host."""
+    here = experts // one.ranks * one.here if way is not None else experts
+    rows, *parts = torch.ops.zeropp.moe_rows_dispatch.default(hidden, chosen, here, one.number, layer)
+    return rows, RowPlan._make([*parts, one, way])
 
 
 def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tensor:
@@ -162,13 +179,92 @@ def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tenso
     weighted = weights is not None
     if weights is None:
         weights = rows.new_empty(0, dtype=torch.float32)
-    elif weights.shape != plan.slots.shape:
-        raise ValueError(f"{name}: weights has shape {tuple(weights.shape)}, wanted {tuple(plan.slots.shape)}")
+    else:
+        wanted = (plan.slots.shape[0] if plan.route is None else plan.route.slots.shape[0], plan.slots.shape[1])
+        if weights.shape != wanted:
+            raise ValueError(f"{name}: weights has shape {tuple(weights.shape)}, wanted {wanted}")
+    weights, network = weights.float().contiguous(), plan.exchange.network
+    if plan.route is None or network is None:
+        return _sum(rows, plan, weights, weighted)
+    if weighted:
+        ticket = begin(weights, plan.route, Phase.WEIGHTS, network)
+        weights = end(ticket, weights, plan.route, Phase.WEIGHTS, network)
+    partial = _sum(rows, plan, weights, weighted)
+    return end(begin(partial, plan.route, Phase.COMBINE, network), partial, plan.route, Phase.COMBINE, network)
+
+
+def _sum(rows: Tensor, plan: RowPlan, weights: Tensor, weighted: bool) -> Tensor:
+    """The combine within this host."""
     op = torch.ops.zeropp.moe_rows_combine.default
     numbers = (plan.anchor, plan.taken, plan.slots, plan.numbers, weighted, plan.exchange.number)
-    result = op(rows.contiguous(), weights.float().contiguous(), *numbers)
+    result = op(rows.contiguous(), weights, *numbers)
     assert isinstance(result, Tensor)
     return result
+
+
+def through(
+    exchange: Exchange, layer: int, compute: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor,
+    weights: Tensor, experts: int, chunks: int | str = "auto",
+) -> Tensor:  # fmt: skip
+    """Return the weighted sum of what experts make of each token, (T, W): dispatch, experts and combine. Collective.
+
+    Args:
+        compute: ``(rows (N, W), ends (E / R,)) -> (N, W)``: this rank's experts.
+        chunks: over several hosts, in how many pieces tokens go. Pieces travel while ``compute`` runs on others before them. "auto":
+            1 to 4, of at least 2 MiB of tokens each; the ranks agree on it by one more message.
+    """
+    network = exchange.network
+    count = 1 if network is None else network.pieces(hidden, chunks)
+    if network is None or count == 1:
+        rows, plan = dispatch(hidden, chosen, experts, exchange=exchange, layer=layer)
+        return combine(compute(rows, plan.ends), plan, weights)
+    sizes = [hidden.shape[0] * (at + 1) // count - hidden.shape[0] * at // count for at in range(count)]
+    pieces = [
+        _Piece(*part, experts, exchange, network, layer)
+        for part in zip(
+            hidden.contiguous().split(sizes), chosen.to(torch.int32).contiguous().split(sizes),
+            weights.float().contiguous().split(sizes), strict=True,
+        )
+    ]  # fmt: skip
+    pieces[0].leave()
+    for piece, following in itertools.pairwise([*pieces, None]):
+        assert piece is not None
+        if following is not None:
+            following.leave()
+        piece.pass_through(compute)
+    return torch.cat([piece.returned() for piece in pieces])
+
+
+class _Piece:
+    """Some tokens of a call, on their way to other hosts while those before them are computed."""
+
+    def __init__(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: int, exchange: Exchange, network: Network,
+        layer: int,
+    ) -> None:  # fmt: skip
+        self.hidden, self.weights, self.experts, self.exchange, self.layer = hidden, weights, experts, exchange, layer
+        self.network = network
+        self.way = route(chosen, hidden, experts, network, layer)
+
+    def leave(self) -> None:
+        self.tickets = [self._begin(self.hidden, Phase.DISPATCH), self._begin(self.weights, Phase.WEIGHTS)]
+
+    def pass_through(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Compute on the rows of this host's experts, and start the way back of what they made."""
+        hidden = self._end(self.tickets[0], self.hidden, Phase.DISPATCH)
+        weights = self._end(self.tickets[1], self.weights, Phase.WEIGHTS)
+        rows, plan = _gather(hidden, self.way.chosen, self.experts, self.exchange, self.layer, self.way)
+        self.partial = _sum(compute(rows, plan.ends), plan, weights, weighted=True)
+        self.back = self._begin(self.partial, Phase.COMBINE)
+
+    def returned(self) -> Tensor:
+        return self._end(self.back, self.partial, Phase.COMBINE)
+
+    def _begin(self, rows: Tensor, phase: int) -> Tensor:
+        return begin(rows, self.way, phase, self.network, later=True)
+
+    def _end(self, ticket: Tensor, rows: Tensor, phase: int) -> Tensor:
+        return end(ticket, rows, self.way, phase, self.network, later=True)
 
 
 def keep_exchanges(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -188,7 +284,8 @@ def keep_exchanges(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 def _kept() -> frozenset[Any]:
     ours = torch.ops.zeropp
     exchanges = (ours.moe_rows_dispatch.default, ours.moe_rows_combine.default)
-    return frozenset((*exchanges, ours.moe_gate.default, torch.ops.aten.topk.default))
+    between_hosts = (ours.moe_hosts_route.default, ours.moe_hosts_begin.default, ours.moe_hosts_end.default)
+    return frozenset((*exchanges, *between_hosts, ours.moe_gate.default, torch.ops.aten.topk.default))
 
 
 def _check_rows(name: str, label: str, tensor: Tensor) -> None:
@@ -212,10 +309,10 @@ def _run_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer:
     k = chosen.shape[1]
     n = one.core.dispatch_begin(layer, x.data_ptr(), chosen.data_ptr(), tokens, width, k, experts, dtype_code(x.dtype))
     rows = one.empty(n, width, x.dtype)
-    ends = torch.empty(experts // one.ranks, dtype=torch.int32)
+    ends = torch.empty(experts // one.here, dtype=torch.int32)
     taken = torch.empty(n, 2, dtype=torch.int32)
     slots = torch.empty(tokens, k, dtype=torch.int64)
-    numbers = torch.empty(_C.ROWS_NUMBERS + 3 * one.ranks, dtype=torch.int64)
+    numbers = torch.empty(_C.ROWS_NUMBERS + 3 * one.here, dtype=torch.int64)
     parts = (numbers, ends, taken, slots, rows)
     one.core.dispatch_end(*(part.data_ptr() for part in parts))
     return rows, ends, slots, taken, numbers, x.new_empty(0)
@@ -258,10 +355,10 @@ def _fake_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer
     one = _exchanges[exchange]
     return (
         x.new_empty((n, x.shape[1])),
-        x.new_empty((experts // one.ranks,), dtype=torch.int32),
+        x.new_empty((experts // one.here,), dtype=torch.int32),
         x.new_empty(chosen.shape, dtype=torch.int64),
         x.new_empty((n, 2), dtype=torch.int32),
-        x.new_empty((_C.ROWS_NUMBERS + 3 * one.ranks,), dtype=torch.int64),
+        x.new_empty((_C.ROWS_NUMBERS + 3 * one.here,), dtype=torch.int64),
         x.new_empty(0),
     )
 
@@ -332,11 +429,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     ),
 }  # fmt: skip
 
-_library = torch.library.Library("zeropp", "FRAGMENT")
-for _name, (_schema, _run, _fake) in _OPERATORS.items():
-    _library.define(f"{_name}{_schema}")
-    _library.impl(_name, _run, "CPU")
-    torch.library.register_fake(f"zeropp::{_name}", _fake, lib=_library)
+_library = register_operators(_OPERATORS)
 torch.library.register_autograd(
     "zeropp::moe_rows_dispatch", _dispatch_backward, setup_context=_dispatch_context, lib=_library
 )

@@ -10,6 +10,7 @@ this rank's experts, as transformers' own expert parallelism does, so that every
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import weakref
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.errors import ConfigError
-from zeropp.moe.exchange import Exchange, combine, dispatch
+from zeropp.moe.exchange import Exchange, combine, dispatch, through
 from zeropp.moe.layer import Experts
+from zeropp.moe.on_demand import DemandLayer
 from zeropp.moe.products import swiglu_experts
 
 NAME = "zeropp"
@@ -108,18 +110,22 @@ class ExpertsForward:
         exchange: of the ranks that hold different experts.
         local: the parameters of this rank's experts, by name.
         slices: of an expert, which are experts here: a token that chose one chose all its slices, with the same weight.
+        chunks: pieces in which tokens go to other hosts.
     """
 
     def __init__(
-        self, layer: ExpertLayer, exchange: Exchange, local: Mapping[str, nn.Parameter], slices: int = 1
-    ) -> None:
+        self, layer: ExpertLayer, exchange: Exchange, local: Mapping[str, nn.Parameter], slices: int = 1,
+        chunks: int | str = "auto",
+    ) -> None:  # fmt: skip
         self._module = weakref.ref(layer.module)
         self._inner: Callable[..., Tensor] = layer.module.__dict__.get("forward") or type(layer.module).forward
         self._bound = "forward" in layer.module.__dict__
         self._signature = inspect.signature(layer.module.forward)
-        self.local, self.slices = dict(local), slices
+        self.local, self.slices, self.chunks = dict(local), slices, chunks
         self.experts = layer.experts * slices
         self.exchange, self.layer = exchange, exchange.layer(layer.name)
+        self.demand: DemandLayer | None = None
+        """Where experts are read from without gradients; None: out of the parameters."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, index, weights = self._signature.bind(*args, **kwargs).args
@@ -129,10 +135,27 @@ class ExpertsForward:
             index = (index.unsqueeze(-1) * self.slices + torch.arange(self.slices, device=index.device)).flatten(1)
             weights = weights.repeat_interleave(self.slices, 1)
         with local_experts(module, self.experts // self.exchange.ranks, self.local):
-            rows, plan = dispatch(hidden, index, self.experts, exchange=self.exchange, layer=self.layer)
-            return combine(outputs_of(module, self._compute, rows, plan.ends, self.exchange), plan, weights).to(
-                hidden.dtype
+            y = through(
+                self.exchange,
+                self.layer,
+                functools.partial(self._outputs, module),
+                hidden,
+                index,
+                weights,
+                self.experts,
+                self.chunks,
             )
+            return y.to(hidden.dtype)
+
+    def _outputs(self, module: nn.Module, rows: Tensor, ends: Tensor) -> Tensor:
+        if self.demand is None or torch.is_grad_enabled():
+            return outputs_of(module, self._compute, rows, ends, self.exchange)
+        outputs = self.exchange.empty(rows.shape[0], rows.shape[1], rows.dtype)
+        for values, part in self.demand.each(ends):
+            with local_experts(module, 1, values):
+                end = torch.full((1,), part.stop - part.start, dtype=torch.int32)
+                outputs[part] = outputs_of(module, self._compute, rows[part], end)
+        return outputs
 
     def _compute(self, *given: Tensor) -> Tensor:
         return self._inner(*given) if self._bound else self._inner(self._module(), *given)
@@ -249,7 +272,8 @@ class EpImplementation:
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         module: Any = self._module()
         experts = module.num_experts * self._exchange.ranks
-        rows, plan = dispatch(hidden, index, experts, exchange=self._exchange, layer=self._layer)
-        return combine(outputs_of(module, self._forward, rows, plan.ends, self._exchange), plan, weights).to(
-            hidden.dtype
-        )
+        y = through(
+            self._exchange, self._layer, lambda rows, ends: outputs_of(module, self._forward, rows, ends, self._exchange),
+            hidden, index, weights, experts,
+        )  # fmt: skip
+        return y.to(hidden.dtype)

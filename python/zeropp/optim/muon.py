@@ -17,6 +17,9 @@ __all__ = ["Muon"]
 class Muon(Optimizer):
     """Momentum, orthogonalised: ``torch.optim.Muon`` for matrices, AdamW for groups with ``use_muon=False``.
 
+    A parameter of three dimensions is a stack of matrices, as mixture-of-experts models have them, ``(E, out, in)``: each expert is
+    orthogonalised by itself. Convolutions are no such stacks, and better with AdamW.
+
     Works inside ``zeropp.prepare``, at every stage: each rank orthogonalises its share of the matrices. Embeddings and
     heads are matrices, too, but better with AdamW; so are vectors, which Muon refuses::
 
@@ -44,7 +47,7 @@ class Muon(Optimizer):
         """Make the optimizer. Every argument may be given for a group.
 
         Args:
-            params: groups of parameters; matrices where ``use_muon`` holds.
+            params: groups of parameters; matrices or stacks of them where ``use_muon`` holds.
             lr, weight_decay: of both kinds; the decay is decoupled.
             momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as ``torch.optim.Muon`` takes them.
             use_muon: False: AdamW, with ``betas`` and ``adam_eps``.
@@ -67,10 +70,10 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if group["use_muon"] and (param.ndim != 2 or param.is_complex()):
+                if group["use_muon"] and (param.ndim not in (2, 3) or param.is_complex()):
                     raise ValueError(
-                        f"zeropp.optim.Muon: group {index} has a parameter of shape {tuple(param.shape)} and {param.dtype}, wanted real matrices; "
-                        "put the others in a group with use_muon=False"
+                        f"zeropp.optim.Muon: group {index} has a parameter of shape {tuple(param.shape)} and {param.dtype}, wanted real matrices, or "
+                        "stacks of them; put the others in a group with use_muon=False"
                     )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

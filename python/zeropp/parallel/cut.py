@@ -99,6 +99,11 @@ def cut(model: nn.Module, mesh: DeviceMesh, schedule: type, *, chunks: int | Non
         zeropp.ConfigError: no plan, fewer layers than stages, or a parameter that stages on two ranks would share.
     """
     rank, ranks = place_in(mesh, "cut")
+    return chunks_of(model, rank, ranks, schedule, chunks)
+
+
+def chunks_of(model: nn.Module, rank: int, ranks: int, schedule: type, chunks: int | None = None) -> Chunks:
+    """Do as :func:`cut`, for any rank of a pipeline of so many, without a mesh."""
     style, count = _style_of(schedule, chunks)
     spine = _spine(model)
     bounds = balanced([_elems(one) for one in spine.layers], _elems(*spine.before), _elems(*spine.after), count * ranks)

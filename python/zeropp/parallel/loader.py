@@ -28,18 +28,22 @@ _SAME_BATCH = ("sp", "cp", "tp", "tensor_parallel", "pp")
 """Dimensions of a mesh whose ranks work on one batch."""
 
 
-class Sharing(Protocol):
-    """Ranks that share sequences: a handle of :func:`zeropp.parallel.ulysses`."""
-
-    group: Any
-    mesh: Any
-    core: Any
+class Place(Protocol):
+    """This rank's number among the ranks that share a sequence."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def ranks(self) -> int: ...
+
+
+class Sharing(Place, Protocol):
+    """Ranks that share sequences: a handle of :func:`zeropp.parallel.ulysses`."""
+
+    group: Any
+    mesh: Any
+    core: Any
 
 
 def shift(labels: Tensor) -> Tensor:
@@ -64,7 +68,7 @@ def shard(handle: Sharing, batches: Sequence[Any], accumulate: int | None = None
         zeropp.ConfigError: the ranks of the group have different batches, or a sequence has fewer tokens than there are ranks.
     """
     _check_same(handle, batches)
-    parts = [_cut(handle, batch) for batch in batches]
+    parts = [part_of(handle, batch) for batch in batches]
     counts = torch.tensor([sum(int((one["shift_labels"] != IGNORED).sum()) for one in parts if "shift_labels" in one)])
     if any("shift_labels" in one for one in parts):
         communicator().all_reduce(counts.data_ptr(), 1, DTYPE_CODES[torch.int64], OP_CODES["sum"])
@@ -81,7 +85,8 @@ def _tokens_of(batch: Mapping[str, Any]) -> Tensor:
     raise ConfigError(f"ulysses: a batch of {sorted(batch)}; wanted input_ids or inputs_embeds")
 
 
-def _cut(handle: Sharing, batch: Mapping[str, Any]) -> dict[str, Any]:
+def part_of(handle: Place, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a batch that is this rank's, with shifted labels and with positions; no rank asks another."""
     tokens = _tokens_of(batch)
     rows, length = tokens.shape[:2]
     if length < handle.ranks:

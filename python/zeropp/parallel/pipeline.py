@@ -23,8 +23,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from zeropp.errors import ConfigError, Error, what_it_is
 from zeropp.parallel.cut import Chunks, place_in, stage_indices
 from zeropp.zero.engine import Engine, engine_of
-from zeropp.zero.model.dtensor import settle
-from zeropp.zero.model.units import is_dtensor
 
 S = TypeVar("S", bound=_PipelineSchedule)
 
@@ -94,7 +92,9 @@ class _Chunk:
         """
         core, units = self._engine.core, self._last_units if last else self._units
         if self.backwards == 0:
-            self._refuse_hooks(kind)
+            self._engine.hook_order()
+            if kind != "full":
+                self._refuse_hooks()
         if kind == "full":
             core.pass_graph(units, self.forwards)
             yield
@@ -110,35 +110,24 @@ class _Chunk:
                 core.pass_hold(self._units, -1)
         self.backwards += kind != "input"
 
-    def _entries(self) -> Iterator[tuple[Any, Any]]:
-        for index, unit in enumerate(self._engine.units):
-            if self._units[index] == _WITH and unit.trainable:
-                yield from ((unit, entry) for entry in unit.params)
-
     def _settle(self) -> None:
         """Bring gradients of DTensors to their placement, because no hook runs where torch puts them into ``p.grad``."""
-        for unit, entry in self._entries():
-            if is_dtensor(entry.param):
-                settle(self._engine.config.gradient_dtypes(unit.dtype)[1], entry.param)
+        for arrivals in self._engine.arrivals:
+            arrivals.settle()
 
-    def _refuse_hooks(self, kind: str) -> None:
-        """Refuse hooks of others that would see the sum of several micro-batches, or that a split backward leaves out."""
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks of others that a split backward leaves out."""
         engine = self._engine
-        if kind == "full" and not engine.local_grads:
-            return
+        own = [unit for index, unit in enumerate(engine.units) if self._units[index] == _WITH and unit.trainable]
         with torch._C.DisableTorchFunctionSubclass():
-            name = next((e.names[0] for _, e in self._entries() if engine.hook_order.of_others(e.param)), None)
-        if name is None:
-            return
-        why = (
-            "gradients of several micro-batches add up in p.grad, of which the hook would change the sum each time; use stage 2 or 3 and two or more data ranks"
-            if kind == "full"
-            else f"stage {self.index} splits its backwards, in which hooks do not run; use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
-        )
-        raise ConfigError(
-            f"pipeline: parameter '{name}' has a hook on its gradient (register_post_accumulate_grad_hook; transformers puts one on norms of "
-            f"heads, such as Qwen3's q_norm, under tensor parallelism), and {why}, or remove the hook"
-        )
+            entries = (entry for unit in own for entry in unit.params)
+            name = next((entry.names[0] for entry in entries if engine.hook_order.of_others(entry.param)), None)
+        if name is not None:
+            raise ConfigError(
+                f"pipeline: parameter '{name}' has a hook on its gradient (register_post_accumulate_grad_hook; transformers puts one on "
+                f"norms of heads, such as Qwen3's q_norm, under tensor parallelism), and stage {self.index} splits its backwards, in which "
+                "hooks do not run; use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B, or remove the hook"
+            )
 
 
 def _reads(module: nn.Module, unit: Any) -> bool:

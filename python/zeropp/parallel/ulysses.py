@@ -207,12 +207,14 @@ class Ulysses:
         group: the ranks that share each sequence, in their order.
         mesh: what the handle was made of.
         core: the ``_C.Comm`` that the sequences of this model alone go over; None: one rank.
+        whole_in_eval: a model in ``eval()`` is given whole sequences, on every rank.
     """
 
     model: nn.Module
     models: list[Any]
     group: Any
     mesh: Any
+    whole_in_eval: bool = False
     _current: Sequence | None = None
     _whole: bool = False
     _undo: list[Callable[[], None]] = field(default_factory=list)
@@ -292,8 +294,9 @@ class Ulysses:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tell the ranks what each has, before the forward; make what the model needs to know of the whole."""
-        if self._whole or self.ranks == 1 or kwargs.get("past_key_values") is not None:
-            if not self._whole and self.ranks > 1 and torch.is_grad_enabled() and module.training:
+        whole = self._whole or (self.whole_in_eval and not module.training)
+        if whole or self.ranks == 1 or kwargs.get("past_key_values") is not None:
+            if not whole and self.ranks > 1 and torch.is_grad_enabled() and module.training:
                 raise ConfigError(
                     "ulysses: past_key_values in training; a cache holds whole sequences, and training has parts of them; wanted None"
                 )

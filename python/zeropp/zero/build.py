@@ -20,8 +20,15 @@ from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read
 from zeropp.zero.model.boxes import Boxes, boxes_of
 from zeropp.zero.model.dtensor import boxes_of_dtensor, place
 from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
-from zeropp.zero.model.parameter import PartitionedParameter, Ref, ShardedGradParameter, raise_strays, released_dtensors
-from zeropp.zero.model.part import Parts, parts_of, without_values
+from zeropp.zero.model.parameter import (
+    PartitionedParameter,
+    Ref,
+    ShardedGradParameter,
+    raise_strays,
+    ref_of,
+    released_dtensors,
+)
+from zeropp.zero.model.part import Parts, parts_of, shown, without_values
 from zeropp.zero.model.spread import Group, Spread, make_groups
 from zeropp.zero.model.units import UnitPlan, is_dtensor, local_of, numbers
 from zeropp.zero.model_state import (
@@ -75,6 +82,7 @@ def make_engine(
             engine.units.append(unit)
             if plan.trainable:
                 engine.show_gradients(unit)
+        _mark_experts(model)
         _make_late_stores(engine, moments)
     except BaseException:
         engine.close()
@@ -166,7 +174,7 @@ def _add_units(
             *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index,
         )  # fmt: skip
         for number, parameter in enumerate(plan.params):
-            if place == FILE and parameter in quantised:
+            if place == FILE and shown(parameter) in quantised:
                 core.quantise_param(index, number)
 
 
@@ -267,12 +275,25 @@ def _bind(engine: Engine, index: int, plan: UnitPlan, group: Group) -> Unit:
     unit = Unit(
         index, plan.name, core, plan.dtype, engine.config.gradient_dtypes(plan.dtype)[0], plan.trainable, layout["place"],
         elems, shard_elems, entries, whole, own, 0 if local else group.rank * shard_elems,
-        stays_frozen=plan.stays_frozen, comm=group.comm, rank=group.rank, ranks=group.ranks, local=local,
+        stays_frozen=plan.stays_frozen, comm=group.comm, rank=group.rank, ranks=group.ranks, members=group.members,
+        divisor=group.divisor, local=local,
     )  # fmt: skip
     for i, entry in enumerate(entries):
         entry.param._zeropp = Ref(engine, unit, i, entry.names[0])  # type: ignore[attr-defined]
         entry.shown._zeropp = entry.param._zeropp  # type: ignore[attr-defined]
     return unit
+
+
+def _mark_experts(model: nn.Module) -> None:
+    """Note which parameters count experts in their first dimension, for messages: those of modules that have ``num_experts`` and a
+    parameter of three dimensions with as many."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        counts = [p for p in own if p.ndim >= 2 and p.shape[0] == getattr(module, "num_experts", None)]
+        for parameter in counts if any(p.ndim == 3 for p in counts) else ():
+            ref = ref_of(parameter)
+            if ref is not None:  # it is not ignored
+                ref.unit.params[ref.index].of_experts = True
 
 
 def _boxes(parameter: nn.Parameter) -> Boxes | None:

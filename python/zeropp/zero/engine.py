@@ -21,7 +21,8 @@ from zeropp.config import Config, LossScale
 from zeropp.efficiency.clock import Clock
 from zeropp.errors import ConfigError, Error
 from zeropp.files import folder_writer
-from zeropp.zero.model.dtensor import HookOrder, like
+from zeropp.zero.model.arrivals import Arrivals, HookOrder
+from zeropp.zero.model.dtensor import like
 from zeropp.zero.model.parameter import Ref, engines, raise_strays, ref_of
 from zeropp.zero.model.units import local_of
 from zeropp.zero.model_state import DTYPES, ModelState, Part, Unit, tensor_over
@@ -57,7 +58,7 @@ class StepStrategy(Part):
     def measure(self, engine: Engine) -> tuple[float, list[str]]:
         """Collective: return (squared norm of the gradients as they are held, the parameters and ranks with values that are not finite)."""
         squares, bad, of_job = engine.core.norm()
-        named = [(engine.units[unit].params[index].names[0], bits) for unit, index, bits in bad]
+        named = [(engine.units[unit].params[index].name_at(elem, rank), bits) for unit, index, elem, rank, bits in bad]
         who = origins(named, engine.rank_names, known=engine.shard_device.type == "cpu")
         if of_job and engine.job is not None:  # every data rank names the same
             who = list(dict.fromkeys(name for names in exchange(engine.job, who) for name in names))
@@ -144,9 +145,34 @@ class StepSchedule(Part):
         if not found:
             raise Error("optimizer.step: no parameter has a gradient; call loss.backward() first")
 
+    def scaled(self, engine: Engine, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to call ``backward`` of."""
+        return engine.scaler.scaled(loss)
+
+    def norm(self, engine: Engine) -> float | torch.Tensor:
+        """Collective: return the norm of all gradients before clipping."""
+        return engine.measure()[0]
+
+    def clip(self, engine: Engine, max_norm: float, norm: float | torch.Tensor) -> None:
+        """Let the step scale gradients of this norm to at most ``max_norm``."""
+        # The same arithmetic as torch.nn.utils.clip_grad_norm_: never scales up.
+        engine.clip_scale = min(1.0, float(max_norm) / (float(norm) + 1e-6)) if norm == norm else 1.0
+
     def admits(self, engine: Engine) -> bool:
         """Collective: return True if the step is to be taken, False if it is to be skipped."""
         return engine.scaler.admits(*engine.measure())
+
+    def taken(self, engine: Engine) -> None:
+        """Note that a step was taken."""
+        engine.scaler.taken()
+
+    def loss_scale(self, engine: Engine) -> float:
+        """Return the factor of the loss of the next backward."""
+        return engine.scaler.scale
+
+    def overflow(self, engine: Engine) -> list[str]:
+        """Return the parameters, each with its rank, for which the last step was skipped."""
+        return list(engine.scaler.overflow)
 
     def finish(self) -> None:
         """Wait, on this rank alone, for an update under way that writes the optimizer's states."""
@@ -167,12 +193,15 @@ class Engine(ModelState):
     def __init__(self, config: Config, ranks: JobRanks, core: Any, host_copy: bool, device: torch.device) -> None:
         super().__init__(config, ranks, core, device)
         self.host_copy = host_copy
-        self.clip_scale = 1.0
+        self._clip_scale = 1.0
+        self.max_norm: float | None = None
+        """What a GPU clips to, of which the host does not know the factor yet."""
         chosen = config.loss_scale if isinstance(config.loss_scale, LossScale) else LossScale()
         self.scaler = Scaler(chosen) if config.scales_loss else NoScaler()
-        self.norm: tuple[float, list[str]] | None = None
+        self.norm: tuple[float | torch.Tensor, list[str]] | None = None
         self.norm_at = -1
         self.stepped_at = 0
+        self.writes = 0
         self.clock = Clock(self.rank, self.ranks, core)
         self.optimizer_ref: weakref.ref[torch.optim.Optimizer] | None = None
         self.shows_gradients = self.stage == 0
@@ -180,6 +209,7 @@ class Engine(ModelState):
         self.strategy = StepStrategy()
         self.schedule = StepSchedule()
         self.hook_order = HookOrder()
+        self.arrivals: list[Arrivals] = []  # of the units of DTensors
         self.unfreezing: Any = None  # build.py makes it; it knows the strategies
 
     @property
@@ -310,6 +340,22 @@ class Engine(ModelState):
         ]
 
     @property
+    def norm_now(self) -> float | torch.Tensor | None:
+        """Return the norm of the gradients of the last backward, if it was measured."""
+        return None if self.norm is None or self.norm_at != self.core.backwards else self.norm[0]
+
+    @property
+    def clip_scale(self) -> float:
+        """Return the factor of clipping, 1 without; waits for a GPU that measures the norm."""
+        if self.max_norm is not None and self.norm is not None:
+            StepSchedule.clip(self.schedule, self, self.max_norm, float(self.norm[0]))
+        return self._clip_scale
+
+    @clip_scale.setter
+    def clip_scale(self, factor: float) -> None:
+        self._clip_scale, self.max_norm = factor, None
+
+    @property
     def grad_scale(self) -> float:
         """Return the factor that a held gradient is stepped with: unscaled, and clipped."""
         return self.clip_scale * self.unscale
@@ -317,17 +363,22 @@ class Engine(ModelState):
     @property
     def unscale(self) -> float:
         """Return the factor that makes a held gradient the gradient of the loss."""
+        return self.held_scale / self.schedule.loss_scale(self)
+
+    @property
+    def held_scale(self) -> float:
+        """Return the factor that makes a held gradient the gradient of the scaled loss."""
         unreduced = self.ranks == 1 and not self.offloads
-        scale = 1.0 / (self.accumulate * (self.core.parts or 1)) if unreduced or self.core.hold else 1.0
-        return scale / self.scaler.scale
+        return 1.0 / (self.accumulate * (self.core.parts or 1)) if unreduced or self.core.hold else 1.0
 
     def measure(self) -> tuple[float, list[str]]:
         """Collective: return (norm of all gradients before clipping, parameters and ranks whose values were not finite)."""
-        if self.norm is None or self.norm_at != self.core.backwards:
-            self.clip_scale, self.norm_at = 1.0, self.core.backwards
+        known = self.norm_now
+        if self.norm is None or known is None or isinstance(known, torch.Tensor):
+            self.clip_scale, self.norm_at = 1.0 if known is None else self.clip_scale, self.core.backwards
             squares, who = self.strategy.measure(self)
             self.norm = (math.sqrt(squares) * self.unscale, who)
-        return self.norm
+        return cast("tuple[float, list[str]]", self.norm)
 
     def check_untouched(self) -> None:
         """Raise zeropp.Error for a plain parameter (stage 0) whose data were replaced: nothing would train it any more."""
@@ -350,6 +401,12 @@ class Engine(ModelState):
             yield
         finally:
             self.core.step_end()
+            self.writes += 1
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Return what changes whenever values of parameters do: who keeps copies of some compares it."""
+        return self.writes, int(self.core.step_state()[0])
 
     def flush(self) -> None:
         """Collective: end a delayed update, so that the model has it. Raise zeropp.Error if a backward has begun a step."""
@@ -362,6 +419,9 @@ class Engine(ModelState):
         folder_writer.leave(self)
         self.schedule.close()
         self.unfreezing.close()
+        self.hook_order.close()
+        for arrivals in self.arrivals:
+            arrivals.close()
         self.core.close()
         for part in self.parts[1:]:
             part.close()

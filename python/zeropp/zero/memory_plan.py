@@ -41,6 +41,7 @@ from torch import nn
 from zeropp import _C, compat
 from zeropp.config import TORCH_DTYPES, Config, as_config
 from zeropp.errors import ConfigError, counted, shown, what_it_is
+from zeropp.parallel.parts import MeshSizes, between_ranks, mesh_sizes, slices_of, stage_of
 from zeropp.zero.formulas import (
     READ_AHEAD_BYTES,
     UnitSizes,
@@ -123,24 +124,35 @@ def estimate(
     model: nn.Module,
     config: Config | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
-    ranks: int,
+    ranks: int | None = None,
     hosts: int = 1,
     optimizer: str = "AdamW",
     tokens: int | None = None,
     tflops: float | None = None,
+    mesh: Any = None,
+    micro_batches: int = 1,
+    schedule: Any = None,
+    sequence: int | None = None,
 ) -> dict[str, Any]:
     """Return bytes that each rank will hold and move; nothing is prepared or allocated.
 
     Args:
         model: plain, on any device, also meta.
         config: as for :func:`zeropp.prepare`: a :class:`zeropp.Config`, a dict, JSON text or a path; default stage 3.
-        ranks: how many, on all hosts together.
+        ranks: how many, on all hosts together; with ``mesh`` it may be left out.
         hosts: on how many of them, each with as many ranks.
         optimizer: one of ``zeropp.zero.memory_plan.STATES``, such as "AdamW", "SGD with momentum", "none" (evaluation only).
         tokens: tokens (rows of the batch, for other models) a rank and step; with ``tflops``, which 10^12 operations a
             second a rank's computation reaches, the bandwidths are estimated too.
+        mesh: other dimensions than data, as ``{"dp": 4, "tp": 2}`` (the last one of neighbouring ranks) or a DeviceMesh. Slices follow
+            transformers' plan, stages :func:`zeropp.parallel.cut`.
+        micro_batches: of a step. In a pipeline whole gradients wait for the last one (``waiting``).
+        schedule: torch's, by class or name; 1F1B.
+        sequence: tokens of a micro-batch, on all ranks of sp: ``traffic`` then has what they receive for ``pipeline``, ``tensor`` and
+            ``sequence``, too.
 
     Returns:
+        With a mesh, what the fullest stage of the pipeline holds on its first rank of tp, and ``stages``: the sum of ``cpu`` of each. Else:
         ``{"cpu": {kind: bytes}, "nvme": {kind: bytes}, "parameters": n, "units": n, "largest_unit": bytes,
         "traffic": {"gather": bytes, "reduce": bytes, "nvme": bytes}, "bandwidth": {...}}``; with several hosts ``traffic`` has also
         ``network``: what of it a rank receives from other hosts. Kinds: ``params``, ``grads``,
@@ -165,9 +177,60 @@ def estimate(
         )
     refuse_lazy(model, "estimate")
     config = as_config(config, "estimate")
+    if mesh is not None:
+        sizes = mesh_sizes(mesh, "estimate")
+        if ranks not in (None, sizes.ranks):
+            raise ConfigError(
+                f"estimate: ranks {shown(ranks)}, and the mesh {sizes.sizes} has {sizes.ranks}; leave ranks out"
+            )
+        for name, value in (("micro_batches", micro_batches), ("sequence", sequence or 1)):
+            _check_count(name, value)
+        _check(config, sizes.ranks, hosts, optimizer, tokens, tflops)
+        return _of_mesh(model, sizes, config, hosts, optimizer, (tokens, tflops), (micro_batches, schedule, sequence))
+    if (micro_batches, schedule, sequence) != (1, None, None):
+        raise ConfigError(
+            "estimate: micro_batches, schedule and sequence belong to a mesh; give mesh=, or leave them out"
+        )
+    if ranks is None:
+        raise ConfigError("estimate: neither ranks nor mesh is given; wanted one of them")
     _check(config, ranks, hosts, optimizer, tokens, tflops)
-    plans = _plans(model, config)
-    run = _Run(config, ranks, hosts, optimizer)
+    answer = _of_ranks(model, _Run(config, ranks, hosts, optimizer), tokens, tflops)
+    del answer["gradients"]
+    return answer
+
+
+def _of_mesh(
+    model: nn.Module, sizes: MeshSizes, config: Config, hosts: int, optimizer: str, speed: tuple[Any, Any],
+    step: tuple[int, Any, int | None],
+) -> dict[str, Any]:  # fmt: skip
+    """Return what the fullest rank of a mesh holds; see :func:`estimate`."""
+    micro_batches, schedule, sequence = step
+    run = _Run(config, sizes.data, sizes.data_hosts(sizes.ranks // hosts), optimizer)
+    pipelined = sizes.size("pp") > 1
+    answers = []
+    for stage in range(sizes.size("pp")):
+        part = stage_of(model, stage, sizes, schedule)
+        found = _of_ranks(part, run, *speed, slices_of(part, sizes))
+        if pipelined and sizes.data == 1:  # what autograd adds up lies beside what the step reads
+            found["cpu"]["grads"] += found["gradients"]
+        elif pipelined and micro_batches > 1 and config.stage >= 2:
+            found["cpu"]["waiting"] = found["gradients"]
+        found["traffic"]["gather"] *= micro_batches
+        answers.append(found)
+    answer = max(answers, key=lambda found: sum(found["cpu"].values()))
+    answer.pop("gradients", None)
+    if sequence is not None:
+        element = 2 if config.dtype_name in ("bf16", "fp16") else max(one.element_size() for one in model.parameters())
+        answer["traffic"].update(between_ranks(model, sizes, sequence, micro_batches, element))
+    return {**answer, "stages": [sum(found["cpu"].values()) for found in answers]}
+
+
+def _of_ranks(
+    model: nn.Module, run: _Run, tokens: int | None, tflops: float | None, slices: Mapping[Any, Any] | None = None
+) -> dict[str, Any]:
+    """Return what each of so many data ranks holds of a model, or of slices of its parameters, and the bytes of whole gradients."""
+    config, hosts = run.config, run.hosts
+    plans = _plans(model, config, slices)
     all_units = [_sizes(plan, run) for plan in plans]
     units, exact_bytes = _held_as_values(all_units, run)
     held = _held(model, units, run)
@@ -180,6 +243,7 @@ def estimate(
         "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(plans),
         "largest_unit": max(unit.whole_bytes for unit in all_units), "traffic": traffic,
     }  # fmt: skip
+    answer["gradients"] = sum(unit.plan.numel * unit.grad_bytes for unit in all_units if unit.trainable)
     if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
         answer["folders"] = _folders(config, in_file, delayed)
     if tokens is not None and tflops is not None:
@@ -189,10 +253,10 @@ def estimate(
     return answer
 
 
-def _plans(model: nn.Module, config: Config) -> list[UnitPlan]:
+def _plans(model: nn.Module, config: Config, slices: Mapping[Any, Any] | None = None) -> list[UnitPlan]:
     """Return the units that ``prepare`` would make."""
     dtype = None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
-    plans = plan_units(model, config.units, dtype, config.ignored)
+    plans = plan_units(model, config.units, dtype, config.ignored, slices)
     if not plans:
         raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
     if config.stored_name is not None:
@@ -238,10 +302,14 @@ def _offloaded(
     return in_file, delayed
 
 
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 62:
+        raise ConfigError(f"estimate: {name} {shown(value)} is not allowed; wanted a whole number above 0")
+
+
 def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int | None, tflops: float | None) -> None:
-    for name, value in (("ranks", ranks), ("hosts", hosts), ("tokens", tokens)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 62):
-            raise ConfigError(f"estimate: {name} {shown(value)} is not allowed; wanted a whole number above 0")
+    for name, value in (("ranks", ranks), ("hosts", hosts), ("tokens", 1 if tokens is None else tokens)):
+        _check_count(name, value)
     if ranks % hosts:
         raise ConfigError(
             f"estimate: {counted(ranks, 'rank')} on {counted(hosts, 'host')} is not estimated yet; wanted as many on each"

@@ -18,7 +18,7 @@ from zeropp import _C
 from zeropp.comm.job import JobRanks
 from zeropp.config import Config, Tier
 from zeropp.zero.model.boxes import Boxes, whole_of
-from zeropp.zero.model.part import shown
+from zeropp.zero.model.part import parts_of, shown
 
 #: csrc/base/dtype.h, in its order.
 DTYPES = (
@@ -52,6 +52,7 @@ class Entry:
     shape: torch.Size
     is_complex: bool = False
     boxes: Boxes | None = None  # of a larger tensor that it is a part of; None: the parameter is the whole tensor
+    of_experts: bool = False  # the first dimension of the whole tensor counts experts
 
     @property
     def shown(self) -> nn.Parameter:
@@ -62,6 +63,15 @@ class Entry:
     def held(self) -> Boxes:
         """Return which boxes of the whole tensor the parameter is."""
         return self.boxes or whole_of(self.shape)
+
+    def name_at(self, elem: int, rank: int) -> str:
+        """Return the name in messages about element ``elem`` (-1: unknown) of what data rank ``rank`` has of the parameter: with the
+        number of the expert, where it has experts, which is that of the whole model."""
+        parts = parts_of(self.param)
+        if elem < 0 or not self.of_experts or (parts is None and self.boxes is not None):
+            return self.names[0]
+        held = self.held if parts is None else parts.boxes[rank % len(parts.boxes)]
+        return f"{self.names[0]}[{held.index_in_whole(elem)[0]}]"
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of the parameter's numbers, 1-D and real, as the parameter has them."""
@@ -306,6 +316,8 @@ class Unit:
     comm: Any = None  # of the ranks that partition it; None: this rank has all of it
     rank: int = 0  # among them
     ranks: int = 1
+    members: tuple[int, ...] = (0,)  # their numbers among the data ranks; shard i is that of members[i]
+    divisor: float = 1.0  # its gradient is the sum over those ranks, divided by this
     local: bool = False  # its gradients are whole in p.grad
     first_param: int = 0  # number of its first parameter in the model
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can

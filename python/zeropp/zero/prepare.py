@@ -135,7 +135,7 @@ def prepare_over(
         comm.barrier()
     _install(model, engine, plans)
     if division is not None:
-        division.install()
+        division.install(engine)
     if optimizer is not None:
         adopt(optimizer, engine)
     register(model, engine)
@@ -181,8 +181,9 @@ def _plan(
     efficiency.check(model, config)
     meta.check_draws(model)
     check_spreads(spreads, model, comm)
-    parts = None if division is None else division.parts
-    plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, modules_of(spreads))
+    parts, apart = (None, []) if division is None else (division.parts, division.apart)
+    apart = [*modules_of(spreads), *apart]
+    plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, apart)
     mark_plans(plans, spreads)
     facts |= _cut_facts(plans)
     compat.check(facts)

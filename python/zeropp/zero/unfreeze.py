@@ -23,7 +23,7 @@ from zeropp.config import Config, facts_of
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import has_master
-from zeropp.zero.model.dtensor import settle
+from zeropp.zero.model.arrivals import Arrivals
 from zeropp.zero.model.parameter import Ref, ref_of
 from zeropp.zero.model.units import UnitPlan, is_dtensor
 from zeropp.zero.model_state import Unit
@@ -67,23 +67,46 @@ def hook_unit(engine: Engine, unit: Unit) -> None:
     # On one rank gradients stay where autograd leaves them, unless something has to be done when they come.
     stays = engine.local_grads and engine.ranks == 1 and engine.accumulate == 1 and not engine.params.in_file
     stays = stays and not engine.config.step_in_backward
+    adds = engine.local_grads  # in p.grad, from one backward to the next
     with torch._C.DisableTorchFunctionSubclass():
+        if is_dtensor(unit.params[0].param):
+            return _hook_dtensors(engine, unit, adds)
         for i, entry in enumerate(unit.params):
             wanted = entry.param.requires_grad
             entry.param.requires_grad_(True)
             handles = []
             if entry.is_complex:
                 handles.append(entry.param.register_post_accumulate_grad_hook(_resolve_conj))
-            if is_dtensor(entry.param):
-                sums_in = engine.config.gradient_dtypes(unit.dtype)[1]
-                handles.append(entry.param.register_post_accumulate_grad_hook(functools.partial(settle, sums_in)))
             if unit.grad_dtype != unit.dtype:
                 entry.param.grad_dtype = unit.grad_dtype  # autograd casts what comes, and adds in it
             if not stays:
                 handles.append(entry.param.register_post_accumulate_grad_hook(unit.core.grad_hook(i)))
-            if handles:
-                engine.hook_order.add(entry.param, handles)
+            engine.hook_order.add(entry.param, handles, adds)
             entry.param.requires_grad_(wanted)
+
+
+def _hook_dtensors(engine: Engine, unit: Unit, adds: bool) -> None:
+    """Let the gradients of a unit of DTensors be settled before they are taken."""
+    wanted = [entry.param.requires_grad for entry in unit.params]
+    for entry in unit.params:
+        entry.param.requires_grad_(True)
+        if unit.grad_dtype != unit.dtype:
+            entry.param.grad_dtype = unit.grad_dtype
+    takes = [unit.core.grad_hook(i) for i in range(len(unit.params))]
+    sums_in = engine.config.gradient_dtypes(unit.dtype)[1]
+    arrivals = Arrivals([entry.param for entry in unit.params], sums_in, takes, adds)
+    for i, entry in enumerate(unit.params):
+        handle = entry.param.register_post_accumulate_grad_hook(functools.partial(arrivals.came, i))
+        engine.hook_order.add(entry.param, [handle], False)
+        entry.param.requires_grad_(wanted[i])
+    engine.arrivals.append(arrivals)
+    engine.core.set_arrived(functools.partial(_end_arrivals, weakref.ref(engine)))
+
+
+def _end_arrivals(engine: weakref.ref[Engine]) -> None:
+    found = engine()
+    for arrivals in found.arrivals if found is not None else ():
+        arrivals.end()
 
 
 # -- later -------------------------------------------------------------------------------------------------------------------

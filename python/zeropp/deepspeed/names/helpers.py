@@ -366,46 +366,11 @@ def _same_for_all(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _get_data_parallel_group() -> Any:
-    return dist.group.WORLD
-
-
-def _get_data_parallel_world_size() -> int:
-    return dist.get_world_size()
-
-
-def _get_data_parallel_rank() -> int:
-    return dist.get_rank()
-
-
-def _get_data_parallel_group_ranks() -> Any:
-    return range(dist.get_world_size())
-
-
 GROUPS: dict[str, Any] = {
     "mpu": None, "mesh_device": None,
-    "_get_data_parallel_group": _get_data_parallel_group, "get_data_parallel_group": _get_data_parallel_group,
-    "_get_data_parallel_world_size": _get_data_parallel_world_size, "get_data_parallel_world_size": _get_data_parallel_world_size,
-    "_get_data_parallel_rank": _get_data_parallel_rank, "get_data_parallel_rank": _get_data_parallel_rank,
-    "_get_data_parallel_group_ranks": _get_data_parallel_group_ranks,
-    "_get_sequence_data_parallel_group": _get_data_parallel_group,
-    "_get_sequence_data_parallel_world_size": _get_data_parallel_world_size,
-    "_get_sequence_data_parallel_rank": _get_data_parallel_rank,
     "_get_zero_param_intra_parallel_group": _same_for_all(None),
     "_zero_param_parallel_is_initialized": _same_for_all(False),
     **dict.fromkeys(("_get_expert_parallel_group_dict", "_get_expert_data_parallel_group_dict"), dict),
-    **dict.fromkeys(
-        (
-            "_get_model_parallel_world_size", "get_model_parallel_world_size", "get_tensor_model_parallel_world_size",
-            "_get_sequence_parallel_world_size", "_get_expert_model_parallel_world_size",
-        ),
-        _same_for_all(1),
-    ),
-    **dict.fromkeys(
-        (
-            "_get_broadcast_src_rank", "get_model_parallel_rank", "get_tensor_model_parallel_rank", "_get_sequence_parallel_rank",
-        ),
-        _same_for_all(0),
-    ),
+    "_get_expert_model_parallel_world_size": _same_for_all(1), "_get_broadcast_src_rank": _same_for_all(0),
 }  # fmt: skip
 globals().update(GROUPS)

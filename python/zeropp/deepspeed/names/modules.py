@@ -14,6 +14,8 @@ from torch import nn
 
 import zeropp
 from zeropp.checkpoint import random_state, values
+from zeropp.config.reading import read_json
+from zeropp.deepspeed.dimensions import is_sequences
 from zeropp.deepspeed.engine import Engine
 from zeropp.deepspeed.engine import initialize as _initialize
 from zeropp.deepspeed.names import zero
@@ -21,6 +23,8 @@ from zeropp.deepspeed.names.comm import init_distributed
 from zeropp.deepspeed.names.finder import VERSION
 from zeropp.deepspeed.names.later import not_built as _not_built
 from zeropp.deepspeed.names.logs import logger
+from zeropp.deepspeed.pipeline import PipelineModule, PipelineSteps
+from zeropp.errors import ConfigError
 
 # -- deepspeed ------------------------------------------------------------------------------------------------------------
 
@@ -66,6 +70,10 @@ class DeepSpeedEngine(Engine):
         return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
 
+class PipelineEngine(PipelineSteps, DeepSpeedEngine):
+    """The engine of a PipelineModule: ``train_batch`` and ``eval_batch``."""
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -82,8 +90,13 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
     """``deepspeed.initialize``."""
-    if mesh_param is not None or not (mpu is None or _splits_nothing(mpu)):
-        raise _not_built("model and sequence parallelism (mpu, mesh_param)", "leave both out")
+    if not (mpu is None or is_sequences(mpu) or _splits_nothing(mpu)):
+        raise _not_built(
+            "model parallelism (mpu, mesh_param)",
+            'give "sequence_parallel_size" or "tensor_parallel" in the configuration, or cut the model and call zeropp.prepare(mesh=)',
+        )
+    if mesh_param is not None:
+        config = _with_mesh(config if config is not None else config_params, mesh_param)
     zero.end_open_contexts()
     logger.info("DeepSpeed info: version=%s, answered by zeropp %s", VERSION, zeropp.__version__)
     if dist_init_required is not False:
@@ -92,10 +105,23 @@ def initialize(
         )  # one process alone, too: frameworks reduce over it afterwards
     engine, *others = _initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required, collate_fn, _nested(config), config_params,
-        engine_class=DeepSpeedEngine,
+        engine_class=PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine, mpu=mpu,
     )  # fmt: skip
     engine.mpu = mpu
     return engine, *others
+
+
+def _with_mesh(config: Any, mesh_param: Any) -> dict[str, Any]:
+    """Return the keys of a file, with the ranks that share a sequence: the second of (data, sequence)."""
+    keys = dict(read_json(config))
+    if not isinstance(mesh_param, (tuple, list)) or len(mesh_param) != 2:
+        raise ConfigError(f"initialize: mesh_param is {mesh_param!r}; wanted (data, sequence), two numbers of ranks")
+    said = keys.setdefault("sequence_parallel_size", int(mesh_param[1]))
+    if said != mesh_param[1]:
+        raise ConfigError(
+            f"initialize: mesh_param is {mesh_param!r}, and sequence_parallel_size {said}; wanted one number of ranks that share a sequence"
+        )
+    return keys
 
 
 def _splits_nothing(mpu: Any) -> bool:

@@ -47,14 +47,17 @@ _BUILDERS = (
     "UtilsBuilder OpBuilder"
 )
 _GROUPS = (
-    "mpu mesh_device _get_data_parallel_group get_data_parallel_group _get_data_parallel_world_size get_data_parallel_world_size "
-    "_get_data_parallel_rank get_data_parallel_rank _get_data_parallel_group_ranks _get_sequence_data_parallel_group "
-    "_get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank "
-    "_get_sequence_parallel_world_size _get_sequence_parallel_rank _get_zero_param_intra_parallel_group "
-    "_zero_param_parallel_is_initialized _get_expert_parallel_group_dict _get_expert_data_parallel_group_dict "
-    "_get_model_parallel_world_size get_model_parallel_world_size get_tensor_model_parallel_world_size "
-    "_get_expert_model_parallel_world_size _get_broadcast_src_rank get_model_parallel_rank get_tensor_model_parallel_rank"
+    "mpu mesh_device _get_zero_param_intra_parallel_group _zero_param_parallel_is_initialized _get_expert_parallel_group_dict "
+    "_get_expert_data_parallel_group_dict _get_expert_model_parallel_world_size _get_broadcast_src_rank "
 )
+_RANKS = (
+    "_get_data_parallel_group get_data_parallel_group _get_data_parallel_world_size get_data_parallel_world_size "
+    "_get_data_parallel_rank get_data_parallel_rank _get_data_parallel_group_ranks _get_sequence_data_parallel_group "
+    "_get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank _get_sequence_parallel_group "
+    "_get_sequence_parallel_world_size _get_sequence_parallel_rank get_tensor_model_parallel_group "
+    "get_tensor_model_parallel_world_size get_tensor_model_parallel_rank"
+)
+_MODEL = "get_model_parallel_group get_model_parallel_world_size _get_model_parallel_world_size get_model_parallel_rank"
 _CHECKPOINTING = "configure is_configured checkpoint non_reentrant_checkpoint partition_activations_in_checkpoint set_num_layers reset"
 
 
@@ -71,7 +74,8 @@ _SPARSITY = (
 WORKS: dict[str, dict[str, str]] = {
     "deepspeed": {
         "comm": "init_distributed",
-        "modules": "initialize add_config_arguments DeepSpeedEngine DeepSpeedOptimizer __zeropp__",
+        "modules": "initialize add_config_arguments DeepSpeedEngine DeepSpeedOptimizer PipelineEngine __zeropp__",
+        "zeropp.deepspeed.pipeline": "PipelineModule",
         "accelerator": "get_accelerator",
         "logs": "logger log_dist",
         "helpers": "OnDevice DeepSpeedConfigError is_compile_supported",
@@ -122,7 +126,22 @@ WORKS: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"zeropp.deepspeed.data_analyzer": "DataAnalyzer"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed.schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
+    "deepspeed.pipe": {"zeropp.deepspeed.pipeline": "PipelineModule LayerSpec TiedLayerSpec"},
+    "deepspeed.runtime.pipe": {"zeropp.deepspeed.pipeline": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
+    "deepspeed.runtime.pipe.engine": {"modules": "PipelineEngine"},
+    "deepspeed.runtime.pipe.module": {"zeropp.deepspeed.pipeline": "PipelineModule LayerSpec TiedLayerSpec"},
+    "deepspeed.runtime.pipe.topology": {
+        "zeropp.deepspeed.pipeline": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
+    },
     "deepspeed.runtime.progressive_layer_drop": {"zeropp.deepspeed.efficiency": "ProgressiveLayerDrop"},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
+        "zeropp.deepspeed.dimensions": "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size "
+        "get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size "
+        "get_sequence_data_parallel_rank"
+    },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "zeropp.deepspeed.dimensions": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
+    },
     "deepspeed.runtime.utils": {
         "helpers": "DummyOptim noop_context noop_decorator ensure_directory_exists set_random_seed is_model_parallel_parameter "
         "bwc_tensor_model_parallel_rank copy_to_device move_to_device clip_grad_norm_ get_global_norm get_ma_status empty_cache "
@@ -145,6 +164,7 @@ WORKS: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"offline": _estimates(2)},
     "deepspeed.runtime.zero.utils": {"helpers": "ZeRORuntimeException"},
+    "deepspeed.sequence.layer": {"zeropp.deepspeed.dimensions": "DistributedAttention"},
     "deepspeed.utils": {
         "comm": "is_initialized",
         "modules": _SAFE,
@@ -153,7 +173,13 @@ WORKS: dict[str, dict[str, str]] = {
         "helpers": "instrument_w_nvtx RepeatingLoader OnDevice get_caller_func",
     },
     "deepspeed.utils.comms_logging": {"helpers": "get_caller_func"},
-    "deepspeed.utils.groups": {"helpers": _GROUPS},
+    "deepspeed.utils.groups": {
+        "helpers": _GROUPS,
+        "zeropp.deepspeed.dimensions": " ".join(
+            [f"{name}={name.removeprefix('_')}" for name in _RANKS.split()]
+            + [f"{name}={name.removeprefix('_').replace('model', 'tensor_model')}" for name in _MODEL.split()]
+        ),
+    },
     "deepspeed.utils.init_on_device": {"helpers": "OnDevice"},
     "deepspeed.utils.logging": {"logs": f"logger {_LOGGING}"},
     "deepspeed.utils.nvtx": {"helpers": "instrument_w_nvtx"},
@@ -184,7 +210,7 @@ _OPTIMIZER = "ask the optimizer that deepspeed.initialize returns"
 _SPARSE = (
     "use deepspeed.ops.sparse_attention.SparseSelfAttention, or zeropp.nn.sparsify_attention for a Hugging Face model"
 )
-_ULYSSES = 'use zeropp.parallel.ulysses(model, mesh["sp"]) and its handle.loader, and zeropp.nn.tile_sequence'
+_ULYSSES = "use UlyssesSPAttentionHF, and zeropp.nn.tile_sequence(model) for its tiles"
 _TENSOR = 'remove "tensor_parallel" from the configuration'
 _COMPILE = "use torch.compile, or engine.compile()"
 _CHECKPOINTS = "engine.save_checkpoint writes zeropp's format; python -m zeropp export reads it"
@@ -198,13 +224,7 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
         "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size _get_local_all_to_all_group "
         "_get_max_expert_parallel_group _get_max_expert_size_name _create_expert_and_data_parallel",
     }),
-    ("give deepspeed.initialize the whole model, without stages", {
-        "deepspeed": "PipelineEngine PipelineModule", "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
-        "deepspeed.runtime.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology",
-        "deepspeed.runtime.pipe.module": "PipelineModule LayerSpec TiedLayerSpec", "deepspeed.runtime.pipe.engine": "PipelineEngine",
-        "deepspeed.runtime.pipe.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology "
-        "PipelineParallelGrid",
-    }),
+    ("zeropp.parallel.pipeline runs torch's schedules", {"deepspeed.runtime.pipe.topology": "PipelineParallelGrid"}),
     (_INFERENCE, {
         "deepspeed": "init_inference InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine",
         "deepspeed.inference": "DeepSpeedTPConfig RaggedInferenceEngineConfig InferenceEngineV2",
@@ -221,9 +241,8 @@ LATER: tuple[tuple[str, dict[str, str]], ...] = (
     }),
     (_TENSOR, {"deepspeed": "set_autotp_mode tp_model_init", "deepspeed.module_inject.layers": "LinearLayer LinearAllreduce",
                "deepspeed.runtime.domino.transformer": "DominoTransformer"}),
-    (_ULYSSES, {"deepspeed.sequence.layer": "DistributedAttention", "deepspeed.sequence.fpdt_layer": "FPDT_Attention",
-                "deepspeed.runtime.sequence_parallel.ulysses_sp": "TiledMLP SequenceTiledCompute TiledFusedLogitsLoss "
-                "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter", "deepspeed.utils.groups": "_get_sequence_parallel_group"}),
+    (_ULYSSES, {"deepspeed.sequence.fpdt_layer": "FPDT_Attention",
+                "deepspeed.runtime.sequence_parallel.ulysses_sp": "TiledMLP SequenceTiledCompute TiledFusedLogitsLoss"}),
     (_SPARSE, {"deepspeed.ops.sparse_attention": "BertSparseSelfAttention SparseAttentionUtils"}),
     (_COMPILE, {
         "deepspeed.compile.passes.offload_adam_states": "move_opt_states move_opt_states_sync offload_adam_states_for_init",

@@ -57,6 +57,18 @@ class Boxes:
         """True if the local tensor is the whole one."""
         return self == whole_of(self.whole)
 
+    def index_in_whole(self, elem: int) -> Dims:
+        """Return the index in the whole tensor of an element of the local one, which is counted in its order."""
+        index: tuple[int, ...] = ()
+        for size in reversed(self.shape):
+            elem, at = divmod(elem, size)
+            index = (at, *index)
+        for box in self.boxes:
+            inside = [i - at for i, at in zip(index, box.at, strict=True)]
+            if all(0 <= i < n for i, n in zip(inside, box.size, strict=True)):
+                return tuple(offset + i for offset, i in zip(box.offset, inside, strict=True))
+        raise AssertionError("boxes fill the local tensor")
+
 
 def whole_of(shape: Sequence[int]) -> Boxes:
     """Return the boxes of a tensor that a rank has whole."""

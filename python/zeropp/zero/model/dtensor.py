@@ -138,53 +138,6 @@ def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------
-
-
-def settle(dtype: torch.dtype, parameter: Any) -> None:
-    """Bring the gradient of a DTensor to its placement: what is Partial is summed over the mesh in ``dtype``."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        grad = parameter.grad
-        if grad is None or not is_dtensor(grad):
-            return
-        placements = parameter._spec.placements
-        if grad._spec.placements != placements:
-            grad = grad.to(dtype).redistribute(placements=placements).to(grad.dtype)
-        local = grad._local_tensor
-        parameter.grad = like(parameter, local.wait() if hasattr(local, "wait") else local)
-
-
-class HookOrder:
-    """Hooks of ours that take gradients away, behind those of others that were registered later (transformers sums the
-    gradients of norms between the ranks in one that it registers in the first forward)."""
-
-    def __init__(self) -> None:
-        self._hooks: list[tuple[dict[int, Any], list[int]]] = []
-
-    def add(self, parameter: torch.Tensor, handles: list[Any]) -> None:
-        """Note our hooks on a parameter. Call it where reads of its attributes are plain."""
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        self._hooks.append((hooks, [handle.id for handle in handles]))
-
-    def of_others(self, parameter: torch.Tensor) -> bool:
-        """Return True if somebody else has a hook on the gradient of a parameter. Call it where reads of its attributes are plain."""
-        hooks: Any = parameter._post_accumulate_grad_hooks or {}
-        return len(hooks) > sum(len(own) for known, own in self._hooks if known is hooks)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HookOrder:
-        return HookOrder()  # a copy of a prepared model is a plain one
-
-    def __reduce__(self) -> Any:
-        return HookOrder, ()
-
-    def __call__(self, *unused: Any) -> None:
-        """Put our hooks last: after a forward, and after a hook was registered on a released parameter."""
-        for hooks, own in self._hooks:
-            if next(reversed(hooks)) != own[-1]:
-                for one in own:
-                    hooks[one] = hooks.pop(one)
-
-
 # -- copies --------------------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import mmap
 import os
 import secrets
@@ -47,6 +48,7 @@ from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.files.disk import storage_errors
 from zeropp.files.heap_trim import HeapTrim, byte_view, give_back
+from zeropp.files.hub_names import reading_rows, rows_of
 from zeropp.parallel.mesh import ranks_of
 
 WINDOW_BYTES = 16 << 20
@@ -300,8 +302,11 @@ def construction(
         register_module_parameter_registration_hook(_active.on_parameter),
         register_module_module_registration_hook(_active.on_module),
     ]
+    # Rank 0's values are sent whole, so it has to have them.
+    rows = contextlib.nullcontext() if from_rank_0 else reading_rows(_active.own_rows, _active.on_rows)
     try:
-        yield
+        with rows:
+            yield
         _active.finish()
     finally:
         for hook in hooks:
@@ -345,6 +350,8 @@ class _Construction:
         self.parents: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
             weakref.WeakKeyDictionary()
         )
+        self.partly: set[int] = set()
+        """Addresses of values of which this rank read its own rows alone."""
 
     # --- hooks of torch ---------------------------------------------------------------------------------------------
 
@@ -360,6 +367,16 @@ class _Construction:
         if child is not None and child not in self.parents:
             self.parents[child] = (weakref.ref(module), name)
 
+    def own_rows(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return which rows of a parameter, one at least, hold this rank's shard: the first, and the one after the last."""
+        numel = math.prod(shape)
+        per_rank = -(-numel // self.sharers.ranks)
+        begin = min(self.sharers.rank * per_rank, numel - 1)
+        return rows_of(shape, begin, min(begin + per_rank, numel))
+
+    def on_rows(self, values: torch.Tensor) -> None:
+        self.partly.add(values.data_ptr())
+
     # --- the window -------------------------------------------------------------------------------------------------
 
     def follow(self, parameter: nn.Parameter, name: str) -> None:
@@ -369,6 +386,11 @@ class _Construction:
         parameter.__class__ = LiveParameter
         parameter._zeropp_built = _Record(name, sharers=self.sharers)  # type: ignore[attr-defined]
         self.followed.append(weakref.ref(parameter))
+        if parameter.data_ptr() in self.partly:  # a read gathers what other ranks have
+            self.partly.discard(parameter.data_ptr())
+            self.largest_bytes = max(self.largest_bytes, parameter.nbytes)
+            self._cut(parameter, 0)
+            return
         self._use(parameter)
 
     @contextlib.contextmanager
@@ -414,12 +436,18 @@ class _Construction:
 
     def _shard(self, parameter: nn.Parameter) -> None:
         del self.live[id(parameter)]
-        record, size_bytes = _record_of(parameter), parameter.nbytes
         values = parameter.detach().contiguous().view(-1)
         if self.from_rank_0 and values.numel():
             self.sharers.broadcast(values)
-        record.digest = _digest(values)
-        record.values = _shard_of(values, self.sharers, self.folders)
+        digest = _digest(values)
+        del values  # _cut gives the memory back
+        self._cut(parameter, digest)
+
+    def _cut(self, parameter: nn.Parameter, digest: int) -> None:
+        """Keep this rank's shard of the values. ``digest``: of all of them; 0 on every rank where none has them all."""
+        record, size_bytes = _record_of(parameter), parameter.nbytes
+        values = parameter.detach().contiguous().view(-1)
+        record.digest, record.values = digest, _shard_of(values, self.sharers, self.folders)
         del values
         _become_sharded(parameter)
         self.heap_trim.freed(size_bytes)

@@ -98,8 +98,8 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     ref = ref_of(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         local = parameter.grad
-    if ref is None or (local is not None and (ref.engine.shows_gradients or not ref.engine.local_grads)):
-        return local  # while it comes: a hook of somebody else reads it before ours takes it
+    if ref is None or (local is not None and (ref.engine.shows_gradients or _comes(ref))):
+        return local  # a hook of somebody else reads it before ours takes it
     if local is None and not ref.engine.has_gradient(ref):
         return None
     reader = _reader()
@@ -111,10 +111,15 @@ def _read_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     raise _refuse_gradient(ref)
 
 
+def _comes(ref: Ref) -> bool:
+    """Return True while p.grad is not None because autograd accumulates it, or has just done so."""
+    return not ref.engine.local_grads or torch._C._current_graph_task_id() != -1
+
+
 def _write_gradient(func: Any, args: tuple[Any, ...]) -> None:
     ref = ref_of(args[0])
     with torch._C.DisableTorchFunctionSubclass():
-        comes = ref is not None and not ref.engine.local_grads and args[0].grad is not None
+        comes = ref is not None and _comes(ref) and args[0].grad is not None
     if ref is not None and len(args) > 1 and args[1] is not None and not comes:
         raise PartitionedParameterError(
             f"p.grad of parameter '{ref.name}' cannot be set: its gradient lives in shards; scale the loss instead, "

@@ -106,8 +106,11 @@ class Division(Protocol):
     ranks: int
     """How many ranks hold different parts: rank r has part ``r % ranks``, and partitions it with those that have the same (spread.py)."""
 
-    def install(self) -> None:
-        """Let the modules compute with the parts."""
+    apart: list[nn.Module]
+    """Modules that are units of their own, whatever they stand in."""
+
+    def install(self, engine: Any) -> None:
+        """Let the modules compute with the parts, of units of this engine."""
 
 
 def slices(offset: Dims, size: Dims) -> tuple[slice, ...]:

@@ -54,11 +54,16 @@ class Group:
     """``_C.Comm`` over its ranks; None: this rank alone."""
     rank: int
     ranks: int
+    members: tuple[int, ...]
+    """The data ranks that it has, in the order of shards."""
+    divisor: float
+    """A gradient is the sum over the ranks of the group, divided by this."""
 
 
 def all_data_ranks(comm: Any) -> Group:
     """Return group 0."""
-    return Group(0, comm, 0 if comm is None else comm.rank, 1 if comm is None else comm.ranks)
+    ranks = 1 if comm is None else comm.ranks
+    return Group(0, comm, 0 if comm is None else comm.rank, ranks, tuple(range(ranks)), ranks)
 
 
 def spread_of(division: Division) -> Spread:
@@ -114,8 +119,12 @@ def make_groups(core: Any, ranks: JobRanks, spreads: Sequence[Spread]) -> list[G
             groups.append(groups[0])
             continue
         part_of = [rank % spread.parts for rank in range(ranks.data.ranks)]
+        # The core compares the parts of all ranks first: only ranks of one part meet next.
         index = core.add_group(spread.name, part_of, float(spread.divisor))
         members = [rank for rank, part in enumerate(part_of) if part == part_of[ranks.data.rank]]
         comm = sub_communicator([ranks.data.job_ranks[rank] for rank in members])
-        groups.append(Group(index, comm, members.index(ranks.data.rank), len(members)))
+        if comm is not None:
+            core.set_group_comm(index, comm)
+        divisor = spread.divisor or ranks.data.ranks
+        groups.append(Group(index, comm, members.index(ranks.data.rank), len(members), tuple(members), divisor))
     return groups

@@ -128,12 +128,22 @@ class ParamFile(FileStore, ParamStore):
 
     def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
         units = [unit for unit in engine.units if unit.in_file]
-        whole = sum(entry.numel * unit.dtype.itemsize for unit in units for entry in unit.params)
-        in_memory, in_file = self._planned(units, whole)
-        found: Bytes = {("cpu", "params"): paper["params"] + round(in_memory / self.ranks - whole / engine.ranks)}
+        found: Bytes = {("cpu", "params"): paper["params"]}
         if not self.in_memory:
-            found["nvme", "params"] = round(in_file / self.ranks)
+            found["nvme", "params"] = 0
+        for ranks in {unit.ranks for unit in units}:
+            same = [unit for unit in units if unit.ranks == ranks]
+            whole = sum(entry.numel * unit.dtype.itemsize for unit in same for entry in unit.params)
+            in_memory, in_file = self._planned(same, whole)
+            sharers = self._sharers(ranks, engine.ranks)
+            found["cpu", "params"] += round(in_memory / sharers - whole / ranks)
+            if not self.in_memory:
+                found["nvme", "params"] += round(in_file / sharers)
         return found
+
+    def _sharers(self, ranks: int, every: int) -> float:
+        """Return how many ranks have one copy together of a unit that so many of every rank partition."""
+        return self.ranks * ranks / every
 
     def _planned(self, units: list[Unit], whole_bytes: int) -> tuple[float, float]:
         """Return (bytes in memory, bytes in the file) of the parameters, of all ranks that have one copy together."""
@@ -147,7 +157,7 @@ class ParamFile(FileStore, ParamStore):
             ("cpu", "tier_buffers"): seen["window_bytes"] + seen["staging_bytes"],
         }
         if not self.in_memory:
-            found["nvme", "params"] = self.bytes_in_file(engine.units) // self.ranks
+            found["nvme", "params"] = self._own_bytes_in_file(engine, engine.units)
             found["cpu", "checksums"] = seen["sums_bytes"]
         return found
 
@@ -182,4 +192,12 @@ class ParamFile(FileStore, ParamStore):
 
     def second_bytes(self, engine: ModelState) -> int:
         """Return this rank's part of the second copies in the file, where a delayed update writes the parameters."""
-        return self.bytes_in_file([unit for unit in engine.units if unit.trainable]) // self.ranks
+        return self._own_bytes_in_file(engine, [unit for unit in engine.units if unit.trainable])
+
+    def _own_bytes_in_file(self, engine: ModelState, units: list[Unit]) -> int:
+        """Return this rank's part of :meth:`bytes_in_file`."""
+        counts = {unit.ranks for unit in units}
+        return sum(
+            int(self.bytes_in_file([u for u in units if u.ranks == ranks]) / self._sharers(ranks, engine.ranks))
+            for ranks in counts
+        )

@@ -103,12 +103,15 @@ class QuantisedParams(ParamFile):
         return values + qcopies - in_file, in_file
 
     def _qcopy_bytes(self, unit: Unit) -> int:
-        params = ((entry.param, entry.numel) for entry in unit.params)
+        params = ((entry.shown, entry.numel) for entry in unit.params)
         return kept_bytes(params, unit.dtype.itemsize, self._quantised, BITS[self._name])
 
     def bytes_in_file(self, units: list[Unit]) -> int:
         seen = self.figures()
         return int(seen["qcopies_bytes"]) - int(seen["qcopies_held_bytes"])
+
+    def _own_bytes_in_file(self, engine: ModelState, units: list[Unit]) -> int:
+        return self.bytes_in_file(units) // self.ranks
 
 
 def _refuse(what: str, stored: str, _: object = None) -> None:

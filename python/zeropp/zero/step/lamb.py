@@ -26,7 +26,10 @@ class Update:
 
 
 class Lamb(CollectiveStep):
-    """Exact: every tensor's norms are sums over its pieces, in the order of shards, at every stage."""
+    """Exact: every tensor's norms are sums over its pieces, in the order of data ranks, at every stage.
+
+    A parameter of experts has one ratio, as in one process: its norms are sums over all ranks' experts.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Any) -> None:
         super().__init__(optimizer, engine)
@@ -52,22 +55,42 @@ class Lamb(CollectiveStep):
     # -- numbers a tensor ----------------------------------------------------------------------------------------------
 
     def table(self, columns: int) -> Tensor:
-        """Return zeros: [shards, tensors, columns], of which this rank fills the shards that it steps."""
+        """Return zeros: [data ranks, tensors, columns], of which this rank fills what it steps (:meth:`place`)."""
         return torch.zeros(self.engine.ranks, self._rows, columns, dtype=torch.float64, device="cpu")
 
+    @staticmethod
+    def place(slot: Slot, piece: Piece) -> int:
+        """Return the data rank that owns the shard of a piece."""
+        return slot.unit.members[piece.shard]
+
     def gathered(self, table: Tensor) -> Tensor:
-        """Return every rank's row; collective where states are sharded."""
-        if not self.engine.local:
-            mine = table[self.engine.rank].contiguous()
-            all_gather(self.engine.comm, table, mine)
+        """Return every rank's row; collective where states are sharded, or parameters differ between ranks.
+
+        Rows of ranks that have another tensor in a parameter's place are zeros, unless both are parts of one tensor.
+        """
+        engine, apart = self.engine, [slot for slot in self.slots if slot.unit.ranks < self.engine.ranks]
+        if not engine.local or apart:
+            mine = table[engine.rank].contiguous()
+            all_gather(engine.comm, table, mine)
+        for slot in apart:
+            others = [rank for rank in range(engine.ranks) if rank not in slot.unit.members]
+            for param, entry in enumerate(slot.unit.params):
+                if self.whole_elems(slot, param) == entry.numel:
+                    table[others, self.row(slot, param)] = 0
         return table
+
+    @staticmethod
+    def whole_elems(slot: Slot, param: int) -> int:
+        """Return the elements of the tensor that a parameter is, or that the ranks have parts of."""
+        entry = slot.unit.params[param]
+        return entry.numel * math.prod(entry.held.whole) // max(1, math.prod(entry.held.shape))
 
     def row(self, slot: Slot, param: int) -> int:
         return self._first[slot.unit.index] + param
 
     @staticmethod
     def summed(table: Tensor) -> Tensor:
-        """Return the sum over shards, in their order."""
+        """Return the sum over data ranks, in their order."""
         total = table[0].clone()
         for one in table[1:]:
             total += one
@@ -131,7 +154,7 @@ class Lamb(CollectiveStep):
                 maximize=bool(group.get("maximize", False)),
             )
             for piece, squares in zip(pieces, sums, strict=True):
-                table[piece.shard, self.row(slot, piece.param)] = squares
+                table[self.place(slot, piece), self.row(slot, piece.param)] = squares
 
     def _move(self, slot: Slot, steps: list[int], ratio: Callable[[int], float]) -> None:
         """``p = p - lr ratio(row) u`` with ``u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p``."""
@@ -175,7 +198,7 @@ class Lamb(CollectiveStep):
                 values.add_(own, alpha=float(group["weight_decay"]))
             row = self.row(slot, piece.param)
             sums, _ = norm_squares([own, values])
-            table[piece.shard, row] = sums
+            table[self.place(slot, piece), row] = sums
             found.append(Update(slot, piece, values, row))
         for name, moment in zip(_MOMENTS, copies, strict=True):
             moments.store_all(slot.unit, name, moment, slot.present)
@@ -236,10 +259,13 @@ class OneBitLamb(Lamb):
         for slot in self.slots:
             for piece in slot.pieces:
                 own = slot.own(slot.state("exp_avg"), piece)
-                table[piece.shard, self.row(slot, piece.param), 0] = norm_squares([own])[0][0]
+                table[self.place(slot, piece), self.row(slot, piece.param), 0] = norm_squares([own])[0][0]
         squares = self.summed(self.gathered(table)).flatten().tolist()
         entries = [(slot, param, entry) for slot in self.slots for param, entry in enumerate(slot.unit.params)]
-        sizes = [math.sqrt(squares[self.row(slot, param)] / max(1, entry.numel)) for slot, param, entry in entries]
+        sizes = [
+            math.sqrt(squares[self.row(slot, param)] / max(1, self.whole_elems(slot, param)))
+            for slot, param, _ in entries
+        ]
         united = sum(sizes) / len(sizes)
         for (slot, param, _), size in zip(entries, sizes, strict=True):
             self.numbers(slot, param)["coefficient"] = united / size if size > 0 else 1.0
@@ -288,7 +314,7 @@ class OneBitLamb(Lamb):
         self.add_momentum(slot, mine, beta1)
         before = self.scratch(slot.unit, "before")[: momentum.numel()].copy_(momentum)
         self.average(slot, mine, momentum)
-        slot.packed = self.engine.ranks > 1
+        slot.packed = slot.unit.ranks > 1
         return before
 
     def _fresh(self, slot: Slot, steps: list[int], before: Tensor, sums: Tensor, most: Tensor) -> None:
@@ -310,7 +336,8 @@ class OneBitLamb(Lamb):
         )
         for piece, square, ratio in zip(pieces, squares, largest, strict=True):
             row = self.row(slot, piece.param)
-            sums[piece.shard, row], most[piece.shard, row, 0] = square, ratio
+            place = self.place(slot, piece)
+            sums[place, row], most[place, row, 0] = square, ratio
 
     def _factors(self, norms: list[list[float]], ratios: list[float]) -> dict[int, float]:
         """Return the bounded factor of every tensor that is stepped, the same on every rank."""

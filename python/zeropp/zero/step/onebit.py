@@ -7,6 +7,7 @@ The arithmetic of each paper stands in onebit_adam.py and lamb.py.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def pieces_of(engine: Engine, unit: Unit) -> list[Piece]:
     Cut at the borders of shards in both cases, so that sums and kernels see the same lengths at every stage.
     """
     found = []
-    for at in range(engine.ranks) if engine.local else (engine.rank,):
+    for at in range(unit.ranks) if engine.local else (unit.rank,):
         low, high = at * unit.shard_elems, (at + 1) * unit.shard_elems
         for index, entry in enumerate(unit.params):
             begin, end = max(low, entry.offset_elems), min(high, entry.offset_elems + entry.numel)
@@ -73,7 +74,7 @@ class Slot:
     def reducer(self) -> OneBitAllReduce:
         """Made when first used: until the warm-up ends nothing is owed."""
         if self._reducer is None:
-            self._reducer = OneBitAllReduce(self.unit.elems, chunk_elems=CHUNK_ELEMS, group=self.engine.comm)
+            self._reducer = OneBitAllReduce(self.unit.elems, chunk_elems=CHUNK_ELEMS, group=self.unit.comm)
             assert self._reducer.slice_elems == self.unit.shard_elems, "the shards of ZeRO are the servers' parts"
         return self._reducer
 
@@ -107,13 +108,18 @@ class Slot:
         bucket = tensor_over(self.unit.core, held[0], self.unit.elems, self.unit.grad_dtype)
         return [one if touched else None for one, touched in zip(self.spans(bucket), held[1], strict=True)]
 
+    @property
+    def share(self) -> float:
+        """Return the factor of this rank's own gradient, of which the mean over the unit's ranks is the gradient."""
+        return self.unit.ranks / self.unit.divisor
+
     def take(self, into: Tensor, factor: float) -> None:
-        """Fill ``into`` with this rank's gradients times ``factor``, and with zeros elsewhere."""
+        """Fill ``into`` with this rank's share of the gradients times ``factor``, and with zeros elsewhere."""
         into.zero_()
         found = [(to, one) for to, one in zip(self.spans(into), self.gradients(), strict=True) if one is not None]
         if found:
             torch._foreach_copy_([to for to, _ in found], [one for _, one in found])
-            into.mul_(factor)
+            into.mul_(factor * self.share)
 
     def clear_gaps(self, values: Tensor) -> None:
         """Put zeros between the parameters, in a tensor of the unit's length."""
@@ -163,6 +169,21 @@ class Slot:
         if self._reducer is not None:
             tensors += self._reducer.tensors()
         return sum(tensor.nbytes for tensor in tensors)
+
+    def layout(self) -> Tensor:
+        """Return a number, int64, that says which elements of the model the unit has on this rank, and in which order."""
+        held = [(entry.names[0], entry.held) for entry in self.unit.params]
+        return torch.tensor([zlib.crc32(repr((held, self.unit.ranks)).encode())], device="cpu")
+
+
+def _measured(gradients: Sequence[Tensor | None]) -> tuple[float, float, float]:
+    """Return (sum of squares, first gradient with a value that is not finite or -1, its first such element or -1)."""
+    found = [(index, one) for index, one in enumerate(gradients) if one is not None]
+    sums, bad = norm_squares([one for _, one in found])
+    bad_ones = (pair for pair, count in zip(found, bad.tolist(), strict=True) if count)
+    worst, values = next(bad_ones, (-1, None))
+    elem = -1 if values is None else int((~values.isfinite()).nonzero()[0])
+    return sum(sums.tolist()), float(worst), float(elem)
 
 
 class CollectiveStep(StepStrategy):
@@ -257,24 +278,23 @@ class CollectiveStep(StepStrategy):
         rows, flags = [], []
         for slot in self.slots:
             gradients = slot.gradients()
-            found = [(index, one) for index, one in enumerate(gradients) if one is not None]
-            sums, bad = norm_squares([one for _, one in found])
-            worst = next((index for (index, _), count in zip(found, bad.tolist(), strict=True) if count), -1)
-            rows.append([sum(sums.tolist()), float(worst)])
+            square, worst, elem = _measured(gradients)
+            weight = slot.share * self.engine.ranks / slot.unit.divisor  # 1 where all data ranks have the unit
+            rows.append([square * weight, worst, elem])
             flags += [one is not None for one in gradients]
         numbers = torch.tensor(rows, dtype=torch.float64, device="cpu")
         mine = torch.cat([numbers.view(-1).view(torch.uint8), torch.tensor(flags, dtype=torch.uint8, device="cpu")])
         every = torch.empty(self.engine.ranks, mine.numel(), dtype=torch.uint8, device="cpu")
         all_gather(self.engine.comm, every, mine)
-        all_rows = every[:, : 16 * len(rows)].contiguous().view(torch.float64).view(self.engine.ranks, -1, 2)
-        self._keep_present(every[:, 16 * len(rows) :].amax(0).tolist())
+        all_rows = every[:, : 24 * len(rows)].contiguous().view(torch.float64).view(self.engine.ranks, -1, 3)
+        self._keep_present(every[:, 24 * len(rows) :].amax(0).tolist())
         squares, who = 0.0, []
         for at, slot in enumerate(self.slots):
             for rank in range(self.engine.ranks):
-                square, worst = all_rows[rank, at].tolist()
+                square, bad_param, elem = all_rows[rank, at].tolist()
                 squares += square
-                if worst >= 0:
-                    who.append(f"'{slot.unit.params[int(worst)].names[0]}' (rank {rank})")
+                if bad_param >= 0:
+                    who.append(f"'{slot.unit.params[int(bad_param)].name_at(int(elem), rank)}' (rank {rank})")
         return squares / self.engine.ranks, who
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
@@ -305,7 +325,7 @@ class CollectiveStep(StepStrategy):
         """Return this rank's shard of the reduced gradient, times ``scale``, in fp32."""
         if self.engine.local:
             whole = self.scratch(slot.unit)
-            slot.take(whole, scale)
+            slot.take(whole, scale / slot.share)  # it is the sum over the ranks already
             return whole
         found = self.engine.gradient_shard(slot.unit)
         assert found is not None
@@ -319,7 +339,7 @@ class CollectiveStep(StepStrategy):
             whole.copy_(slot.state(name))
         else:
             mine = slot.state(name)
-            all_gather(self.engine.comm, whole, mine)
+            all_gather(slot.unit.comm, whole, mine)
         return whole
 
     def add_momentum(self, slot: Slot, mine: Tensor, beta: float) -> None:
@@ -340,9 +360,9 @@ class CollectiveStep(StepStrategy):
                 to.copy_(values)
 
     def average(self, slot: Slot, mine: Tensor, into: Tensor, *, gather: bool = True) -> None:
-        """Fill ``into``, of ``shard`` length, with the one-bit mean over ranks of ``mine``; on one rank with
-        ``mine``, exactly."""
-        if self.engine.ranks == 1:
+        """Fill ``into``, of ``shard`` length, with the one-bit mean over the unit's ranks of ``mine``; of one rank
+        with ``mine``, exactly."""
+        if slot.unit.ranks == 1:
             into.copy_(mine)
             return
         slot.reducer.reduce(mine, gather=gather or self.engine.local)
@@ -375,23 +395,32 @@ class CollectiveStep(StepStrategy):
             own = dict(slot.extra)
             if slot._reducer is not None:
                 own |= {"worker_error": slot.reducer.worker_error, "server_error": slot.reducer.server_error}
+            if own:
+                own["layout"] = slot.layout()
             found |= {f"{slot.unit.index}.{name}": tensor for name, tensor in own.items()}
         return found
 
     def restore(self, private: dict[str, Tensor] | None) -> None:
         """Take :meth:`private` after a load of states and groups. None: saved by another number of ranks; the errors
-        are 0 then."""
+        are 0 then. So they are where the experts were shared out in another way."""
+        private = self.fitting(private)
         for slot in self.slots:
             slot.forget()
             for key, tensor in (private or {}).items():
                 index, _, name = key.partition(".")
-                if int(index) != slot.unit.index:
+                if int(index) != slot.unit.index or name == "layout":
                     continue
                 if name in ("worker_error", "server_error"):
                     getattr(slot.reducer, name).copy_(tensor)
                 else:
                     slot.extra[name] = tensor.clone()
         self.hold()
+
+    def fitting(self, private: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """Return what :meth:`restore` is given, or None where it is of units with other elements."""
+        layouts = {f"{slot.unit.index}.layout": slot.layout() for slot in self.slots}
+        same = all(torch.equal(one, layouts[key]) for key, one in (private or {}).items() if key.endswith(".layout"))
+        return private if same else None
 
     def held_bytes(self, engine: ModelState) -> Bytes:
         """Return the bytes beside the sharded states: errors, packed momentum, messages, what a rank has whole while ranks differ."""
@@ -405,9 +434,8 @@ class CollectiveStep(StepStrategy):
 
     def planned_extra_bytes(self) -> float:
         """Return the same once something is compressed, by the formula: errors 4 + 4/N, three messages of 1/8 and a scale."""
-        ranks = self.engine.ranks
-        numel = sum(e.numel for slot in self.slots if slot.compresses() for e in slot.unit.params)
-        return numel * (4 + 4 / ranks + 3 * (1 / 8 + 4 / CHUNK_ELEMS))
+        compressing = (slot.unit for slot in self.slots if slot.compresses())
+        return sum(e.numel * (4 + 4 / u.ranks + 3 * (1 / 8 + 4 / CHUNK_ELEMS)) for u in compressing for e in u.params)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

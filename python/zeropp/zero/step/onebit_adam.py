@@ -82,7 +82,7 @@ class OneBitAdam(Adam):
             slot.take(mine, scale * (1 - beta1))
             self.add_momentum(slot, mine, beta1)
             self.average(slot, mine, slot.state("exp_avg"))
-            slot.packed = self.engine.ranks > 1
+            slot.packed = slot.unit.ranks > 1
             self.step_shards(slot, slot.count_step())
 
 
@@ -226,7 +226,7 @@ class ZeroOneAdam(Adam):
             slot.unit.own.copy_(slot.extra["anchor"])
             slot.write_out()
         self.average(slot, moved, momentum)
-        slot.packed = self.engine.ranks > 1
+        slot.packed = slot.unit.ranks > 1
         self.walk(slot, steps, momentum, shares, decays=alone)  # an anchor decayed with every step
         slot.present = here
         momentum.mul_(1 / total)
@@ -254,7 +254,7 @@ class ZeroOneAdam(Adam):
             step_size=rate,
             beta1=beta1,
             beta2=beta2,
-            grad_scale=scale,
+            grad_scale=scale * slot.share,
             **self.of_variance([rates(param) for param in here]),
         )
         for param, there in enumerate(slot.present):
@@ -289,6 +289,7 @@ class ZeroOneAdam(Adam):
                 f"load: the checkpoint's ZeroOneAdam has local_step_clipper={self.option('local_step_clipper')}, which "
                 f"stage {self.engine.stage} cannot; load it at stage 0"
             )
+        private = self.fitting(private)
         super().restore(private)
         for slot in self.slots:
             for name, to in (("values", slot.unit.own), ("exp_avg", slot.state("exp_avg"))):

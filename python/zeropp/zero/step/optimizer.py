@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,7 +27,7 @@ from zeropp.zero.engine import Engine, StepStrategy
 from zeropp.zero.model.parameter import raise_strays
 from zeropp.zero.model.part import shown
 from zeropp.zero.model.units import UnitPlan
-from zeropp.zero.step import custom, lamb, muon, onebit_adam, updates
+from zeropp.zero.step import ahead, custom, lamb, muon, onebit_adam, updates
 from zeropp.zero.step.custom import ADAMS as _ADAMS
 from zeropp.zero.step.custom import kind_of
 from zeropp.zero.step.delayed import Delayed
@@ -68,7 +69,7 @@ class ZeroOptimizer(optim.Optimizer):
         taken = engine.schedule.admits(engine)
         if taken:
             self._step_shards()
-            engine.scaler.taken()
+            engine.schedule.taken(engine)
             engine.schedule.ended(self)
         else:
             engine.flush()
@@ -119,18 +120,18 @@ class ZeroOptimizer(optim.Optimizer):
         """:meth:`backward` for a framework that calls ``loss.backward()`` itself, inside: ``with optimizer.scaled(loss) as loss``."""
         engine = self._engine
         before = engine.core.backwards
-        yield engine.scaler.scaled(loss)
+        yield engine.schedule.scaled(engine, loss)
         engine.scaler.backwards += engine.core.backwards - before
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor by which :meth:`backward` multiplies the loss; 1 where the precision is not fp16."""
-        return self._engine.scaler.scale
+        """Return the factor by which :meth:`backward` multiplies the loss; 1 where the precision is not fp16. Waits for the last step."""
+        return self._engine.schedule.loss_scale(self._engine)
 
     @property
     def overflow(self) -> list[str]:
-        """fp16: the parameters, each with its rank, for which the last step was skipped; empty if it was taken."""
-        return list(self._engine.scaler.overflow)
+        """fp16: the parameters, each with its rank, for which the last step was skipped; empty if it was taken. Waits for that step."""
+        return self._engine.schedule.overflow(self._engine)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the gradients to [-clip_value, clip_value]. Collective.
@@ -164,7 +165,9 @@ class ZeroOptimizer(optim.Optimizer):
         engine.schedule.require_ended("optimizer.zero_grad")
         engine.clear_gradients()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> float | torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``. Collective.
 
         Args:
@@ -173,7 +176,8 @@ class ZeroOptimizer(optim.Optimizer):
             error_if_nonfinite: raise here; otherwise :meth:`step` will.
 
         Returns:
-            The norm before clipping, over all parameters and ranks.
+            The norm before clipping, over all parameters and ranks: a float; where a GPU holds and steps the shards, a tensor of that
+            GPU, of shape ``()`` in fp32, which ``float()`` waits for.
         """
         self._refuse_norm("clip_grad_norm_()")
         if self._engine.accumulate > 1 and not self._engine.core.at_boundary:
@@ -184,7 +188,7 @@ class ZeroOptimizer(optim.Optimizer):
             )
         self._require_gradients()
         norm = self._clip(max_norm, float(norm_type))
-        if error_if_nonfinite:
+        if error_if_nonfinite and not math.isfinite(float(norm)):
             require_finite(*self._engine.measure())
         return norm
 
@@ -199,12 +203,12 @@ class ZeroOptimizer(optim.Optimizer):
                 }
             )
 
-    def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
-        norm, _ = self._engine.measure()
+    def _clip(self, max_norm: float, norm_type: float = 2.0) -> float | torch.Tensor:
+        schedule = self._engine.schedule
+        norm = schedule.norm(self._engine)
         if norm_type != 2.0:
             norm = self._other_norm(norm_type)
-        # The same arithmetic as torch.nn.utils.clip_grad_norm_: never scales up.
-        self._engine.clip_scale = min(1.0, float(max_norm) / (norm + 1e-6)) if norm == norm else 1.0
+        schedule.clip(self._engine, max_norm, norm)
         return norm
 
     def _held_gradients(self, changes: bool = False) -> Iterator[torch.Tensor]:
@@ -248,11 +252,11 @@ class ZeroOptimizer(optim.Optimizer):
         engine = self._engine
         self._check_norm_type(p)
         largest = p == float("inf")
-        parts = [torch.zeros((), dtype=torch.float64, device="cpu")]
+        parts = [torch.zeros((), dtype=torch.float64, device=engine.shard_device)]
         for gradient in self._held_gradients():
             sizes = gradient.detach().abs().double()
             parts.append(sizes.max() if largest and sizes.numel() else sizes.pow(p).sum())
-        own = torch.stack(parts).max() if largest else torch.stack(parts).sum()
+        own = (torch.stack(parts).max() if largest else torch.stack(parts).sum()).cpu()
         every = own.reshape(1)
         if not engine.local:  # on one rank its own are all
             every = torch.empty(engine.ranks, dtype=torch.float64, device="cpu")
@@ -415,6 +419,8 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
         engine.schedule = StepInBackward(engine)
     elif engine.config.offload.delayed_update is not None and not isinstance(engine.schedule, Delayed):
         engine.schedule = Delayed(engine, engine.config.offload.delayed_update)
+    elif ahead.works(engine.strategy, engine):
+        engine.schedule = ahead.Ahead(engine)
     optimizer.state.clear()
     optimizer.__class__ = _class_for(type(optimizer))
     optimizer._engine = engine  # type: ignore[attr-defined]

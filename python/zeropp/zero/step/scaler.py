@@ -32,14 +32,21 @@ class NoScaler:
 
     def __init__(self) -> None:
         self.scale = 1.0
+        self.good_steps = 0
+        """Steps taken since the scale changed, or one was skipped."""
         self.backwards = 0
         """Backwards that began from a scaled loss."""
         self.overflow: list[str] = []
         """Parameters, each with its rank, whose gradients were not finite in the last step; empty if it was taken."""
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call ``backward`` of."""
+    def scaled(self, loss: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss to call ``backward`` of. ``scale``: the loss scale, where a GPU has it."""
         return loss
+
+    @property
+    def rule(self) -> tuple[float, float, float, int]:
+        """Return (growth, backoff, least, interval), by which the scale changes; growth and backoff 1: it is fixed."""
+        return 1.0, 1.0, 0.0, 1 << 62
 
     def require_scaled(self, backwards: int) -> None:
         """Raise zeropp.Error unless all of so many backwards began from a scaled loss."""
@@ -71,12 +78,13 @@ def require_finite(norm: float, who: list[str]) -> None:
     """Raise zeropp.Error that names the parameters whose gradients are not finite, if there are any."""
     if who:
         raise Error(
-            f"optimizer.step: the gradients of {_some(who)} are not finite (norm {norm}); weights and optimizer "
+            f"optimizer.step: the gradients of {some(who)} are not finite (norm {norm}); weights and optimizer "
             "state are unchanged; optimizer.zero_grad() forgets this batch"
         )
 
 
-def _some(who: list[str]) -> str:
+def some(who: list[str]) -> str:
+    """Return the first names, and how many more there are."""
     return ", ".join(who[:3]) + (f" and {len(who) - 3} more" if len(who) > 3 else "")
 
 
@@ -89,17 +97,16 @@ class Scaler(NoScaler):
         super().__init__()
         self.config = config
         self.scale = float(config.init)
-        self.good_steps = 0
         self.skipped = 0
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scaled(self, loss: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         if loss.numel() != 1:
             raise Error(
                 f"optimizer.backward: a loss of shape {tuple(loss.shape)} with fp16; wanted one number: take its mean or sum"
             )
         # In fp32, as GradScaler does. A model that returns its loss in fp16 overflows by itself at a scale above 65504, and
         # the first step is skipped: better return the loss in fp32.
-        return loss.float() * self.scale
+        return loss.float() * (self.scale if scale is None else scale)
 
     def require_scaled(self, backwards: int) -> None:
         if self.backwards != backwards:
@@ -125,7 +132,7 @@ class Scaler(NoScaler):
         """Skip a step. Raises zeropp.Error where the scale cannot go down any more."""
         before, self.overflow, self.good_steps = self.scale, who, 0
         self.skipped += 1
-        names = _some(who)
+        names = some(who)
         if not self.config.dynamic or self.scale <= self.config.least:
             kind = "which is fixed" if not self.config.dynamic else "which is the least"
             raise Error(
@@ -136,6 +143,11 @@ class Scaler(NoScaler):
         _log.warning(
             "step skipped: the gradients of %s are not finite at loss scale %g; it is %g now", names, before, self.scale
         )
+
+    @property
+    def rule(self) -> tuple[float, float, float, int]:
+        rule = self.config
+        return (rule.growth, rule.backoff, rule.least, rule.interval) if rule.dynamic else super().rule
 
     def state(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}

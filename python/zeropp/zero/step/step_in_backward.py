@@ -93,13 +93,13 @@ class StepInBackward(StepSchedule):
         bad = engine.core.backward_step_end()
         if bad is None:
             return
-        name = engine.units[bad[0]].params[bad[1]].names[0]
+        name = engine.units[bad[0]].params[bad[1]].name_at(bad[2], engine.rank)
         what = (
             "weights and optimizer state are inconsistent, because other units had been stepped by then; zeropp.load brings back the last checkpoint"
             if engine.core.step_state()[1]
             else "nothing was stepped on this rank"
         )
-        (where,) = origins([(name, bad[2])], engine.rank_names)
+        (where,) = origins([(name, bad[3])], engine.rank_names)
         raise Error(f"optimizer.step: the gradient of {where} is not finite; {what}")
 
     def drop(self, states: bool) -> None:

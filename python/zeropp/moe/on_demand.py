@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts on demand: without gradients, only the experts that the tokens chose are read (``Experts(cache="4GiB")``).
+
+One sequence that decodes chooses k of E experts of a layer, so a token takes dense + k/E of the experts from NVMe in place of all of
+them (MoE-Infinity, Xue et al. 2024, arXiv:2401.14361). All reads that a call needs are under way at once, as far as the cache has
+memory, and an expert computes as soon as it is there. The experts that were used last stay.
+
+Where weights are kept in 8 or 4 bits (``Precision(stored=)``) the bytes that are read, or expanded out of memory, are those of the chosen
+experts' codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.errors import ConfigError, TierError
+from zeropp.zero.model.forward import WrappedCall
+from zeropp.zero.model.parameter import ref_of
+from zeropp.zero.offload.weight_quant import BLOCK_ELEMS
+
+ALIGN_BYTES = 4096
+"""Of memory that files are read to: a page, as O_DIRECT wants it."""
+SPARE = 2
+"""Pieces of memory of dropped experts that wait for the next ones."""
+Key = tuple[int, int]
+"""The number of a layer, and that of an expert among those of this rank."""
+
+
+@dataclass
+class Expert:
+    """The values of one expert, or their memory while they are read."""
+
+    memory: Tensor
+    values: dict[str, Tensor]
+    parts: list[Any] = field(default_factory=list)
+    """Reads that are under way."""
+
+
+class Cache:
+    """The experts of one model that are in memory on this rank, the one that was used last at the end.
+
+    Args:
+        engine: of the prepared model.
+        most_bytes: of all experts together.
+    """
+
+    def __init__(self, engine: Any, most_bytes: int) -> None:
+        self.engine, self.most_bytes = engine, most_bytes
+        self.held_bytes = 0
+        self.hits = self.reads = 0
+        self._held: OrderedDict[Key, Expert] = OrderedDict()
+        self._free: dict[int, list[Tensor]] = {}
+        self._version = engine.version
+
+    def each(self, layer: DemandLayer, chosen: list[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Yield the chosen experts, in their order, each with its values; these are good until the next one is asked for.
+
+        Raises:
+            zeropp.TierError: a read failed; it names the expert.
+        """
+        self._forget_old()
+        begun = 0
+        try:
+            for at, expert in enumerate(chosen):
+                begun = max(begun, at)
+                while begun < len(chosen) and self._begin(layer, chosen[begun], chosen[at : begun + 1], begun == at):
+                    begun += 1
+                yield expert, self._arrived(layer, expert)
+        finally:
+            for expert in chosen:  # those of reads that nobody waits for any more
+                if (one := self._held.get((layer.number, expert))) is not None and one.parts:
+                    self._drop((layer.number, expert))
+
+    def _forget_old(self) -> None:
+        """Drop all experts where values of the model were changed."""
+        if self._version != self.engine.version:
+            for key in list(self._held):
+                self._drop(key)
+            self._version = self.engine.version
+
+    def _begin(self, layer: DemandLayer, expert: int, needed: list[int], now: bool) -> bool:
+        """Have the values of an expert in memory or under way. False: the experts that are ``needed`` before leave no memory for it."""
+        key = layer.number, expert
+        if key in self._held:
+            self.hits += 1
+            self._held.move_to_end(key)
+            return True
+        keep = {(layer.number, one) for one in needed}
+        while self.held_bytes + layer.expert_bytes > self.most_bytes:
+            oldest = next((one for one in self._held if one not in keep), None)
+            if oldest is None and not now:
+                return False
+            self._drop(next(iter(self._held)) if oldest is None else oldest)
+        self.reads += 1
+        self.held_bytes += layer.expert_bytes
+        one = layer.memory(self._free.get(layer.expert_bytes, []))
+        self._held[key] = one
+        with self._named(layer, expert):
+            layer.begin(expert, one)
+        return True
+
+    def _arrived(self, layer: DemandLayer, expert: int) -> Mapping[str, Tensor]:
+        one = self._held[layer.number, expert]
+        with self._named(layer, expert):
+            while one.parts:
+                self.engine.core.end_part(one.parts[0])
+                one.parts.pop(0)
+        return one.values
+
+    def _drop(self, key: Key) -> None:
+        one = self._held.pop(key)
+        self.held_bytes -= one.memory.nbytes
+        one.parts.clear()  # waits for what is under way
+        self._free.setdefault(one.memory.nbytes, []).append(one.memory)
+        del self._free[one.memory.nbytes][SPARE:]
+
+    @contextlib.contextmanager
+    def _named(self, layer: DemandLayer, expert: int) -> Iterator[None]:
+        try:
+            yield
+        except TierError as error:
+            self._drop((layer.number, expert))
+            error.args = (f"expert {layer.name_of(expert)}: {error.args[0]}", *error.args[1:])
+            raise
+
+
+class DemandLayer:
+    """Find the experts of one layer, and read them.
+
+    Args:
+        number: of the layer.
+        name: of its module.
+        local: by name in the module, the parameters of this rank's experts.
+        first: the number of the first of these, among the slices of all experts of the layer.
+        slices: of an expert.
+    """
+
+    def __init__(
+        self, cache: Cache, number: int, name: str, local: Mapping[str, nn.Parameter], first: int, slices: int
+    ) -> None:
+        self.cache, self.number, self.name, self._first, self._slices = cache, number, name, first, slices
+        self._places = {}
+        offset = 0
+        for key, parameter in local.items():
+            ref = ref_of(parameter)
+            assert ref is not None, "the model is prepared"
+            entry, shape = ref.unit.params[ref.index], torch.Size((1, *parameter.shape[1:]))
+            self._places[key] = (ref.unit.index, entry.offset_elems, shape, ref.unit.dtype, offset)
+            offset += -(-shape.numel() * ref.unit.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+            self._check_blocks(key, parameter.dim(), shape.numel())
+        self.expert_bytes = offset + ALIGN_BYTES
+        if self.expert_bytes > cache.most_bytes:
+            raise ConfigError(
+                f"Experts.cache: {cache.most_bytes} bytes, and one expert of '{name}' takes {self.expert_bytes}; give it that at least"
+            )
+
+    def _check_blocks(self, key: str, dims: int, elems: int) -> None:
+        stored = self.cache.engine.config.stored_name
+        if stored is not None and dims == 3 and elems % BLOCK_ELEMS:
+            raise ConfigError(
+                f"Experts.cache: '{key}' of an expert of '{self.name}' has {elems} elements, and {stored} is kept in blocks of "
+                f"{BLOCK_ELEMS}, so that experts share blocks; leave Experts.cache or Precision.stored at None"
+            )
+
+    def name_of(self, expert: int) -> str:
+        return f"{(self._first + expert) // self._slices} of '{self.name}'"
+
+    def memory(self, free: list[Tensor]) -> Expert:
+        """Return memory for one expert, that of ``free`` where there is some."""
+        memory = free.pop() if free else torch.empty(self.expert_bytes, dtype=torch.uint8, device="cpu")
+        skip = -memory.data_ptr() % ALIGN_BYTES
+        values = {}
+        for key, (_, _, shape, dtype, at) in self._places.items():
+            values[key] = memory[skip + at : skip + at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return Expert(memory, values)
+
+    def begin(self, expert: int, one: Expert) -> None:
+        """Begin to read an expert."""
+        for key, (unit, offset, shape, _, _) in self._places.items():
+            first, count = offset + expert * shape.numel(), shape.numel()
+            core = self.cache.engine.core
+            one.parts.append(core.begin_part(unit, first, count, one.values[key].data_ptr(), one.memory))
+
+    def each(self, ends: Tensor) -> Iterator[tuple[Mapping[str, Tensor], slice]]:
+        """Yield for each expert that has rows its values, and which rows these are. ``ends``: the row at which each expert's end."""
+        bounds = [0, *ends.tolist()]
+        chosen = [expert for expert in range(len(bounds) - 1) if bounds[expert] < bounds[expert + 1]]
+        for expert, values in self.cache.each(self, chosen):
+            yield values, slice(bounds[expert], bounds[expert + 1])
+
+
+class DemandCall(WrappedCall):
+    """The call of a module of experts: without gradients its unit stays where it is, because the forward reads experts of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        return self.inner(*args, **kwargs) if torch.is_grad_enabled() else module._call_impl(*args, **kwargs)

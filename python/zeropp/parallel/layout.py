@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose how a training is laid out over ranks, before any of them runs: ``zeropp.layout(model, ranks=64, hosts=8, ...)``.
+
+Every way to write the ranks as dp x sp x tp x pp is tried with each stage of ZeRO, tier of the optimizer's states, recomputation
+and size of micro-batch. Of those that fit into memory the fastest wins; within 2 percent of it the one with the fewest dimensions.
+Times rank layouts and are no promise. What the model of a step leaves out is in docs/design/0045-layouts-by-arithmetic.md.
+
+Bytes a rank (16-bit values, fp32 master and Adam; Psi parameters, N = dp sp data ranks, t = tp, p = pp; Rajbhandari et al. 2020):
+
+    stage 1    4 Psi/(pt) + 12 Psi/(ptN)     stage 2    2 Psi/(pt) + 14 Psi/(ptN)     stage 3    16 Psi/(ptN)
+
+Seconds a step: operations (6 Psi + 6 layers width tokens) a token; the bubble (p-1)/M of them; what tp, sp and stages send; what
+of ZeRO's gathers and reductions does not hide behind 0.8 of the computation; and the states' way through their tier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeropp.errors import ConfigError, counted, shown
+
+G = 1e9
+LINKS = {"host": 100.0, "network": 25.0, "host_memory": 100.0, "nvme": 5.0}
+"""10^9 bytes a second: between two ranks of a host; of a host's network; of a host's memory; of its disks."""
+NEAR = 1.02
+"""Of layouts within this factor of the fastest, the simplest is chosen."""
+_USABLE = 0.92  # of the memory of a rank; the rest is the runtime's
+_HIDDEN = 0.8  # of the computation, behind which gathers and reductions hide
+_LAYER_ACTIVATIONS = (
+    34  # bytes a token and width, of 16-bit activations (Korthikanti et al. 2022, without attention's squares)
+)
+_OFFLOAD = {"none": None, "cpu": "host_memory", "nvme": "nvme"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Hold the figures of a transformer that a layout depends on."""
+
+    parameters: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks and what is between them; ``memory`` and ``host_memory`` in bytes, ``links`` in bytes a second."""
+
+    hosts: int
+    per_host: int
+    memory: float
+    host_memory: float
+    flops: float
+    links: Mapping[str, float]
+
+    @property
+    def network(self) -> float:
+        """The share of a host's network that a rank has."""
+        return self.links["network"] / self.per_host
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay a training out, its bytes and its seconds.
+
+    Attributes:
+        dp, sp, tp, pp: ranks along each dimension.
+        stage, offload: of ZeRO; where the optimizer's states are: ``"none"`` (with the rank), ``"cpu"`` or ``"nvme"``.
+        recompute: True if a layer's activations are computed again in the backward.
+        micro_batch, micro_batches: sequences at one time on a data coordinate, and how many times a step.
+        bytes: of a rank's memory, with activations.
+        seconds: of a step; ``parts`` says of what.
+        lost_by: why it was not chosen, such as ``"tp +1.70 s"``; empty for the one that was.
+    """
+
+    dp: int
+    sp: int
+    tp: int
+    pp: int
+    stage: int
+    offload: str
+    recompute: bool
+    micro_batch: int
+    micro_batches: int
+    bytes: float = 0.0
+    seconds: float = 0.0
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    lost_by: str = ""
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The dimensions with more than one rank, for ``init_device_mesh``, the last one of neighbours."""
+        sizes = {"pp": self.pp, "dp": self.dp, "sp": self.sp, "tp": self.tp}
+        return {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+
+    @property
+    def simplicity(self) -> tuple[Any, ...]:
+        """Fewer dimensions come first, of which a pipeline counts twice; then no offload, the lower stage, no recomputation."""
+        dimensions = sum(size > 1 for size in (self.dp, self.sp, self.tp, self.pp)) + (self.pp > 1)
+        return dimensions, self.offload != "none", self.stage, self.recompute, self.seconds
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        return self.tp > 1, self.pp > 1, self.sp > 1, self.stage, self.offload
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name} {size}" for name, size in self.mesh.items())
+        more = [f"{self.offload} offload"] if self.offload != "none" else []
+        more += ["recomputation"] if self.recompute else []
+        return ", ".join([f"{sizes}, stage {self.stage}", *more, f"micro-batch {self.micro_batch}"])
+
+
+class _Refused(Exception):
+    """Says why a layout cannot be."""
+
+
+def layout(
+    model: Any,
+    *,
+    ranks: int,
+    hosts: int = 1,
+    memory: float,
+    sequence: int,
+    batch: int,
+    tflops: float,
+    links: Mapping[str, float] | None = None,
+    host_memory: float | None = None,
+    most: int = 6,
+) -> list[Layout]:
+    """Return the layout to choose, and the runners-up of other kinds with what each lost by; nothing is prepared or allocated.
+
+    Args:
+        model: a Hugging Face model, which may be on meta, or its configuration.
+        ranks, hosts: how many ranks on all hosts together, as many on each.
+        memory: bytes of a rank.
+        sequence: tokens of a sequence.
+        batch: sequences of a step, on all ranks.
+        tflops: 10^12 operations a second that a rank's computation reaches.
+        links: 10^9 bytes a second, by name, in place of :data:`LINKS`: ``host``, ``network``, ``host_memory``, ``nvme``.
+        host_memory: bytes of a host, for states on the CPU; None: four times what its ranks have.
+        most: how many are returned.
+
+    Returns:
+        Layouts, the chosen one first, the others by seconds.
+
+    Raises:
+        zeropp.ConfigError: nothing fits (with the nearest layout and what it is short of), an unknown link, or a model without the
+            figures of a transformer.
+    """
+    counts = {"ranks": ranks, "hosts": hosts, "sequence": sequence, "batch": batch, "most": most}
+    _check(counts, {"memory": memory, "tflops": tflops, "host_memory": host_memory or memory})
+    strange = [name for name in links or () if name not in LINKS]
+    if strange:
+        raise ConfigError(f"layout: links has {strange[0]!r}; wanted {', '.join(LINKS)}")
+    speeds = {name: G * (links or {}).get(name, usual) for name, usual in LINKS.items()}
+    per_host = ranks // hosts
+    cluster = Cluster(hosts, per_host, memory, host_memory or 4 * memory * per_host, tflops * 1e12, speeds)
+    return _ranked(_facts_of(model), cluster, sequence, batch, most)
+
+
+def _check(counts: Mapping[str, Any], amounts: Mapping[str, float]) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"layout: {name} {shown(value)} is not allowed; wanted a whole number above 0")
+    if counts["ranks"] % counts["hosts"]:
+        hosts = counted(counts["hosts"], "host")
+        raise ConfigError(f"layout: {counted(counts['ranks'], 'rank')} on {hosts}; wanted as many on each")
+    for name, amount in amounts.items():
+        if not 0 < amount < float("inf"):
+            raise ConfigError(f"layout: {name} {shown(amount)} is not allowed; wanted a number above 0")
+
+
+def _facts_of(model: Any) -> Facts:
+    config = getattr(model, "config", model)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
+    if missing:
+        raise ConfigError(
+            f"layout: {type(model).__name__} has no {missing[0]} in its configuration; wanted a transformers model or configuration with "
+            f"{', '.join(names)}"
+        )
+    layers, width, heads, vocabulary = (getattr(config, name) for name in names)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if hasattr(model, "parameters"):
+        parameters = sum(one.numel() for one in model.parameters())
+    else:
+        inner = getattr(config, "intermediate_size", None) or 4 * width
+        head = getattr(config, "head_dim", None) or width // heads
+        parameters = layers * (2 * width * head * (heads + kv_heads) + 3 * width * inner) + 2 * vocabulary * width
+    return Facts(parameters, layers, width, heads, kv_heads, vocabulary)
+
+
+def _ranked(facts: Facts, cluster: Cluster, sequence: int, batch: int, most: int) -> list[Layout]:
+    fits: list[Layout] = []
+    short: list[tuple[float, str]] = []
+    for one in _candidates(cluster, batch):
+        try:
+            fits.append(_measured(one, facts, cluster, sequence))
+        except _Refused as why:
+            size = why.args[1] if len(why.args) > 1 else float("inf")
+            short.append((size, f"{one}: {why.args[0]}"))
+    if not fits:
+        nearest = min(short)[1] if short else "no sizes multiply to the ranks"
+        raise ConfigError(
+            f"layout: nothing fits on {counted(cluster.hosts * cluster.per_host, 'rank')}; the nearest is {nearest}"
+        )
+    fastest = min(one.seconds for one in fits)
+    chosen = min((one for one in fits if one.seconds <= NEAR * fastest), key=lambda one: one.simplicity)
+    found, seen = [chosen], {chosen.family}
+    for one in sorted(fits, key=lambda one: one.seconds):
+        if one.family not in seen and len(found) < most:
+            seen.add(one.family)
+            found.append(dataclasses.replace(one, lost_by=_lost_by(one, chosen)))
+    return found
+
+
+def _lost_by(one: Layout, chosen: Layout) -> str:
+    extra = {name: seconds - chosen.parts[name] for name, seconds in one.parts.items()}
+    worst = max(extra, key=lambda name: extra[name])
+    if one.seconds <= NEAR * chosen.seconds:
+        return f"{one.seconds / chosen.seconds - 1:+.1%}, {one.simplicity[0]} dimensions to {chosen.simplicity[0]}"
+    return f"{worst} {extra[worst]:+.2f} s"
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _candidates(cluster: Cluster, batch: int) -> Iterator[Layout]:
+    ranks = cluster.hosts * cluster.per_host
+    for tp in _divisors(ranks):
+        for pp, sp in itertools.product(_divisors(ranks // tp), repeat=2):
+            if (ranks // tp) % (pp * sp):
+                continue
+            dp = ranks // tp // pp // sp
+            for stage, offload, again, micro in itertools.product((1, 2, 3), _OFFLOAD, (False, True), (1, 2, 4, 8)):
+                if batch % (dp * micro) == 0 and not (stage == 3 and dp * sp == 1):
+                    yield Layout(dp, sp, tp, pp, stage, offload, again, micro, batch // (dp * micro))
+
+
+def _measured(one: Layout, facts: Facts, cluster: Cluster, sequence: int) -> Layout:
+    """Return a layout with its bytes and seconds, or raise why it cannot be."""
+    _require_shapes(one, facts, cluster)
+    tokens = one.micro_batch * sequence / one.sp
+    held = _bytes(one, facts, tokens)
+    total = sum(held.values())
+    if total > _USABLE * cluster.memory:
+        largest = max(held, key=lambda name: held[name])
+        raise _Refused(
+            f"{total / G:.1f} GB a rank of {cluster.memory / G:.1f}: {largest} {held[largest] / G:.1f}", total
+        )
+    states = 12 * facts.parameters / (one.tp * one.pp * one.dp * one.sp) * cluster.per_host
+    if one.offload == "cpu" and states > 0.8 * cluster.host_memory:
+        raise _Refused(f"states of {states / G:.1f} GB a host of {cluster.host_memory / G:.1f}", total)
+    parts = _seconds(one, facts, cluster, sequence, tokens)
+    return dataclasses.replace(one, bytes=total, seconds=sum(parts.values()), parts=parts)
+
+
+def _require_shapes(one: Layout, facts: Facts, cluster: Cluster) -> None:
+    if one.tp > cluster.per_host:
+        raise _Refused(f"tp {one.tp} crosses hosts of {counted(cluster.per_host, 'rank')}")
+    if facts.heads % one.tp or facts.kv_heads % one.tp:
+        raise _Refused(f"{facts.kv_heads} heads of keys over tp {one.tp}")
+    if one.sp * one.tp > facts.heads:
+        raise _Refused(f"sp {one.sp} x tp {one.tp} exceeds {facts.heads} heads of queries")
+    if one.pp > facts.layers:
+        raise _Refused(f"{facts.layers} layers over pp {one.pp}")
+    if one.pp > 1 and one.micro_batches < one.pp:
+        raise _Refused(f"{one.micro_batches} micro-batches for {one.pp} stages")
+
+
+def _bytes(one: Layout, facts: Facts, tokens: float) -> dict[str, float]:
+    """Return the bytes of a rank: states, and activations of the micro-batches that are under way at one time."""
+    data, own = one.dp * one.sp, facts.parameters / (one.tp * one.pp)
+    block = facts.parameters / facts.layers / one.tp
+    params = 2 * own if one.stage < 3 else 2 * own / data + 3 * 2 * block  # the shard, the unit in use and two ahead
+    waiting = 2 * own if one.pp > 1 and one.micro_batches > 1 else 2 * 2 * block
+    grads = 2 * own if one.stage == 1 else 2 * own / data + waiting
+    states = 12 * own / data if one.offload == "none" else 0.0
+    row = tokens * facts.width / one.tp
+    under_way = min(one.pp, one.micro_batches) * facts.layers / one.pp
+    kept = 2 * row if one.recompute else _LAYER_ACTIVATIONS * row
+    activations = (
+        under_way * kept + one.recompute * _LAYER_ACTIVATIONS * row + 2 * tokens * facts.vocabulary / one.tp / 8
+    )
+    return {"parameters": params, "gradients": grads, "states": states, "activations": activations}
+
+
+def _seconds(one: Layout, facts: Facts, cluster: Cluster, sequence: int, tokens: float) -> dict[str, float]:
+    """Return the seconds of a step by what they go into."""
+    links, width, passes = cluster.links, facts.width, 3 if one.recompute else 2
+    data, own = one.dp * one.sp, facts.parameters / (one.tp * one.pp)
+    operations = (
+        (6 * facts.parameters + 6 * facts.layers * width * sequence) * one.micro_batches * tokens / (one.tp * one.pp)
+    )
+    compute = operations * (4 / 3 if one.recompute else 1) / cluster.flops
+    layers = one.micro_batches * facts.layers / one.pp
+    inside = one.sp * one.tp <= cluster.per_host
+    heads = tokens * width / facts.heads / one.tp * (2 * facts.heads + 2 * facts.kv_heads)
+    bubble = compute * (one.pp - 1) / one.micro_batches
+    pipelined = one.pp > 1
+    gathers = 2 * one.micro_batches if one.stage == 3 else 1
+    reduces = 1 if pipelined or one.stage == 1 else one.micro_batches
+    zero = _over(2 * own, data, one, cluster) * (gathers + reduces)
+    tier = _OFFLOAD[one.offload]
+    return {
+        "compute": compute,
+        "bubble": bubble,
+        "tp": layers * 2 * passes * 2 * (one.tp - 1) / one.tp * tokens * width * 2 / links["host"],
+        "sp": layers * passes * (one.sp - 1) / one.sp * heads * 2 / (links["host"] if inside else cluster.network),
+        "zero": max(0.0, zero - _HIDDEN * (compute + bubble)),
+        "optimizer": 0.0 if tier is None else 12 * 2 * own / data * cluster.per_host / links[tier],
+        "pp": pipelined * 2 * one.micro_batches * tokens * width * 2 / cluster.network * 0.2,
+    }
+
+
+def _over(size: float, data: int, one: Layout, cluster: Cluster) -> float:
+    """Return the seconds in which so many bytes reach all data ranks: within each host, and one copy a host between them."""
+    local = max(1, min(data, cluster.per_host // one.tp))
+    hosts = max(1, data // local)
+    return (local - 1) / local * size / cluster.links["host"] + (hosts - 1) / hosts * size / local / cluster.network
+
+
+def table(found: list[Layout], sequence: int, batch: int) -> str:
+    """Return layouts as lines: the choice with its parts, then what each other one lost by."""
+    chosen = found[0]
+    shares = ", ".join(f"{name} {seconds / chosen.seconds:.0%}" for name, seconds in _largest(chosen))
+    lines = [f"{counted(sequence, 'token')} a sequence, {counted(batch, 'sequence')} a step"]
+    for one in found:
+        why = f"chosen: {shares}" if one is chosen else one.lost_by
+        lines.append(f"  {one!s:64} {one.seconds:8.2f} s {one.bytes / G:7.1f} GB  {why}")
+    lines.append("seconds rank layouts and are no promise; bytes are with activations")
+    return "\n".join(lines)
+
+
+def _largest(one: Layout) -> list[tuple[str, float]]:
+    return sorted(((n, s) for n, s in one.parts.items() if s > 0.01 * one.seconds), key=lambda part: -part[1])
