@@ -110,6 +110,14 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
+def on_cpu_only(why: str) -> None:
+    """Skip the test of a rank where tensors are made on another device than the CPU; ``why`` says what is different there."""
+    import torch
+
+    if torch.get_default_device().type != "cpu":
+        pytest.skip(f"{torch.get_default_device().type}: {why}")
+
+
 @dataclass(frozen=True)
 class _How:
     """What :func:`on_ranks` was given."""

@@ -90,7 +90,8 @@ static void doorbell_body(struct test_rank *me) {
         zpp_counter_add(&bell->written);
     }
     for (uint32_t heard = 0; !me->rank && heard < all;) {
-        if (zpp_counter_sleep(&waiting, &bell->written, heard + 1)) heard = atomic_load(&bell->written.value);
+        const bool rang = zpp_counter_sleep(&waiting, &bell->written, heard + 1, UINT64_MAX);
+        if (rang) heard = atomic_load(&bell->written.value);
         else CHECK_OK(zpp_comm_check(me->comm, &err));
     }
     test_join(me);

@@ -63,7 +63,7 @@ static void fill(void) {
 
 static struct zpp_clip clip_of(struct memory *memory, const double **sums, uint32_t parts) {
     for (size_t r = 0; r < RANKS; r++) sums[r] = memory->sums[r];
-    const struct zpp_clip_rule rule = {parts, 0.25, 0.01, 2.0, 0.5, 256.0, 3};
+    const struct zpp_clip_rule rule = {parts, 0.25, 0.01, 2.0, 0.5, 256.0, 3, 1.0, 0};
     return (struct zpp_clip){&memory->record, sums, RANKS, GROUPS, &memory->halt, rule};
 }
 
@@ -90,7 +90,7 @@ static void on_cpu(void) {
     }
     const struct zpp_clip clip = clip_of(&wanted, of_ranks, ZPP_CLIP_MEASURE | ZPP_CLIP_LIMIT | ZPP_CLIP_SETTLE);
     zpp_clip(&clip);
-    const struct zpp_grad_scale scale = zpp_clip_scale(&wanted.record);
+    const struct zpp_grad_scale scale = zpp_clip_scale(&wanted.record, 0);
     const struct zpp_optim_segment segment = step_of(&wanted);
     float value;
     if (zpp_grad_scale_read(&scale, &value)) zpp_optim_step(&segment, 1, value, NULL);
@@ -113,7 +113,7 @@ static void on_device(struct memory *memory) {
         CHECK_OK(zpp_clip_cuda(gpu.device, gpu.native, &clip, &err));
     }
     const struct zpp_optim_segment segment = step_of(memory);
-    CHECK_OK(zpp_optim_step_cuda(gpu.device, gpu.native, &segment, 1, zpp_clip_scale(&memory->record), &err));
+    CHECK_OK(zpp_optim_step_cuda(gpu.device, gpu.native, &segment, 1, zpp_clip_scale(&memory->record, 0), &err));
     CHECK_EQUAL(sim_gpu_counts().host_waits, before.host_waits);
     to_host(memory);
     zpp_device_free(gpu.device, work, work_bytes);

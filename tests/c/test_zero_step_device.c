@@ -25,7 +25,7 @@ struct side {
 };
 
 static const struct zpp_clip_rule rule = {
-    ZPP_CLIP_MEASURE | ZPP_CLIP_LIMIT | ZPP_CLIP_SETTLE, 1.0, 2.0, 2.0, 0.5, 1.0, 3};
+    ZPP_CLIP_MEASURE | ZPP_CLIP_LIMIT | ZPP_CLIP_SETTLE, 1.0, 2.0, 2.0, 0.5, 1.0, 3, 1.0, 0};
 
 static uint16_t grad_at(int step, int unit, size_t i) {
     const float value = (float)((i * 7919 + (size_t)(unit + step) * 31) % 997) / 9.97f - 50.0f;
@@ -138,7 +138,7 @@ static void step_on_cpu(struct side *side, struct zpp_clip_record *record) {
     zpp_step_plan_drop(&plan);
 }
 
-static void step_on_device(struct side *side, zpp_step_device *step) {
+static void step_on_device(struct side *side, zpp_step_device *step, int t) {
     static const uint32_t parts[] = {ZPP_CLIP_LIMIT, ZPP_CLIP_SETTLE};
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_clip_rule one = rule;
@@ -147,12 +147,13 @@ static void step_on_device(struct side *side, zpp_step_device *step) {
     CHECK_OK(zpp_step_device_measure(step, &side->stepper, &one, &err));
     one.parts = parts[0];
     CHECK_OK(zpp_step_device_clip(step, &one, &err));
-    plan_step(side, &plan);
-    CHECK_OK(zpp_step_device_launch(step, &plan, &err));
-    zpp_step_plan_drop(&plan);
     one.parts = parts[1];
+    one.settled = t > BAD_STEP;
     CHECK_OK(zpp_step_device_clip(step, &one, &err));
-    CHECK_OK(zpp_step_device_send(step, &err));
+    plan_step(side, &plan);
+    CHECK_OK(zpp_step_device_launch(step, &plan, 0, &err));
+    zpp_step_plan_drop(&plan);
+    CHECK_OK(zpp_step_device_send(step, 0, &err));
 }
 
 static void check_same(struct side *wanted, struct side *found) {
@@ -185,14 +186,14 @@ static void run_on_device(void) {
     const struct zpp_step_device_options options = {.stream = on_gpu.stream, .loss_scale = 64.0};
     CHECK_OK(zpp_step_device_create(&options, &step, &err));
     backward(&on_gpu, 0);
-    step_on_device(&on_gpu, step); /* the first allocates, which may wait */
+    step_on_device(&on_gpu, step, 0); /* the first allocates, which may wait */
     const uint64_t waits = sim_gpu_counts().host_waits;
     for (int t = 1; t < STEPS; t++) {
         backward(&on_gpu, t);
-        step_on_device(&on_gpu, step);
+        step_on_device(&on_gpu, step, t);
         CHECK_EQUAL(sim_gpu_counts().host_waits, waits);
     }
-    CHECK_OK(zpp_step_device_look(step, &ten_seconds, &seen, &err));
+    CHECK_OK(zpp_step_device_look(step, 0, &ten_seconds, &seen, &err));
     CHECK_EQUAL(seen.skipped, 1);
     CHECK(seen.loss_scale == 32.0 && seen.skip == 0 && seen.norm > 2.0);
     check_same(&on_cpu, &on_gpu);
@@ -230,7 +231,7 @@ static void what_is_missing_is_refused(void) {
     const struct zpp_step_plan plans[] = {{.f64_count = 1}, {.no_master_count = 1}, {.file_pieces_count = 1}};
     static const char *const words[] = {"float64", "bf16 parameters without an fp32 copy", "in files"};
     for (int k = 0; k < 3; k++) {
-        CHECK_EQUAL(zpp_step_device_launch(step, &plans[k], &err), ZPP_NOT_BUILT);
+        CHECK_EQUAL(zpp_step_device_launch(step, &plans[k], 0, &err), ZPP_NOT_BUILT);
         CHECK(strstr(err.text, words[k]) && strstr(err.text, "not supported yet"));
         err = (struct zpp_err)ZPP_ERR_INIT;
     }

@@ -68,7 +68,7 @@ static struct kept new_kept(int bits, zpp_dtype dtype, bool in_memory, double fr
         const bool held = zpp_unit_file_is_held(kept.unit_file, kept.unit[i]);
         if (!held) CHECK_OK(zpp_unit_file_acquire(kept.unit_file, kept.unit[i], &err));
         memcpy(zpp_unit_file_mapping(kept.unit_file) + kept.offset[i], kept.values[i], bytes);
-        CHECK_OK(zpp_unit_file_keep_qcopy(kept.unit_file, kept.unit[i], &fault, &err));
+        CHECK_OK(zpp_unit_file_keep_qcopy(kept.unit_file, kept.unit[i], false, &fault, &err));
         if (!held) CHECK_OK(zpp_unit_file_release(kept.unit_file, kept.unit[i], &err));
         free(floats);
     }

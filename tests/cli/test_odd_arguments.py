@@ -64,7 +64,7 @@ def test_the_model_of_estimate_may_stand_anywhere(more, capsys):
 
 CASES: list[tuple[list[str], int, str]] = [
     (["estimate", "--ranks", "2", "--tiers", "optimizer=nvme"], 2, "MODEL is missing; wanted a Hugging Face folder"),
-    (["estimate", GOOD], 2, "required: --ranks"),
+    (["estimate", GOOD], 2, "neither ranks nor mesh is given"),
     (["estimate", GOOD, "--ranks", "0"], 2, "argument --ranks: '0' is not allowed; wanted a whole number above 0"),
     (["estimate", GOOD, "--ranks", "9" * 30], 2, "wanted a whole number above 0"),
     (["estimate", GOOD, "--ranks", "2", "--tiers", "optimizer"], 2, "--tiers optimizer: '' is not allowed; wanted optimizer=device"),

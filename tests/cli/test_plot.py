@@ -33,6 +33,14 @@ def test_a_bar_a_case_and_the_newest_of_each(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a : FSDP2", "b : FSDP2"]
 
 
+def test_cases_are_chosen_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "r.jsonl", result("stage 2", 0.5), result("stage 3", 30.0))
+    (figure,) = plot.pictures(path, "stage 3").values()
+    assert [text.get_text() for text in figure.axes[0].texts] == ["30"]
+    assert main(["plot", str(path), "--case", "stage 4", "--out", str(tmp_path)]) == 2
+    assert "no case contains 'stage 4'; there are stage 2, stage 3" in capsys.readouterr().err
+
+
 def test_related_numbers_of_a_run_share_a_panel(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 3.0 - step, "disk_read_bytes": 10, "disk_written_bytes": 5, "memory_bytes": [1, 2]}
             for step in (1, 2)]  # fmt: skip

@@ -177,9 +177,10 @@ def shared_sequences(folder: Path) -> dict[str, Any]:
         found[f"stage {stage}"] = run(
             zeropp.hf, 8, zeropp={"stage": stage}, parallelism_config=ParallelismConfig(sp_size=2)
         )
+    found["tensors"] = run(zeropp.hf, 8, zeropp={"stage": 0}, parallelism_config=ParallelismConfig(tp_size=2))
     assert "deepspeed" not in sys.modules
     for name, more in (
-        ("tp", {"parallelism_config": ParallelismConfig(tp_size=2)}),
+        ("cp", {"parallelism_config": ParallelismConfig(cp_size=2)}),
         ("three", {"parallelism_config": ParallelismConfig(sp_size=3)}),
         ("apart", {"parallelism_config": ParallelismConfig(sp_size=2), "average_tokens_across_devices": False}),
     ):

@@ -23,6 +23,7 @@ TRAINER = {
     "_finalize_training": "self, trial, num_train_samples, start_time",
     "_get_dataloader": "self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None",
     "get_total_train_batch_size": "self, args",
+    "get_tp_size": "self",
     "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys=None",
     "_has_mixed_mesh_grads": "self, model",
     "_load_best_model": "self",
@@ -31,6 +32,7 @@ TRAINER = {
     "_save_optimizer_and_scheduler": "self, output_dir",
     "_wrap_model": "self, model, training=True, dataloader=None",
     "create_accelerator_and_postprocess": "self",
+    "create_optimizer": "self, model=None",
     "get_batch_samples": "self, epoch_iterator, num_batches, device",
     "evaluation_loop": "self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix='eval'",
     "hyperparameter_search": "self, hp_space=None, compute_objective=None, n_trials=20, direction='minimize', backend=None, "

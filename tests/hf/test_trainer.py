@@ -55,7 +55,8 @@ def test_ranks_that_share_sequences_train_and_evaluate_as_ranks_that_do_not(answ
         assert len(found["stock"]) == 8 and "eval_correct" in found["stock"][-1]
         for stage in ("stage 2", "stage 3"):
             assert apart(found["stock"], found[stage]) < FP32
-        assert "ParallelismConfig.tp_size: 2" in found["tp"]
+        assert apart(found["stock"], found["tensors"]) < FP32
+        assert "cp_size: 2; context parallelism is torch's own" in found["cp"] and "CUDA alone" in found["cp"]
         assert "ParallelismConfig.sp_size: 3, of a job of 2 ranks; wanted a divisor" in found["three"]
         assert "average_tokens_across_devices: False" in found["apart"]
 

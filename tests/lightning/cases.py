@@ -508,7 +508,57 @@ def refusals(folder: Path) -> dict[str, Any]:
     return said
 
 
+def tensors(folder: Path) -> dict[str, Any]:
+    """Two ranks that share matrices and have one batch, against one model that has all of it."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    fed: list[Any] = []
+
+    class Cut(make_module(pl.LightningModule, late=True).__class__):  # type: ignore[misc]
+        def training_step(self, *args: Any) -> torch.Tensor:
+            fed.append(args[0])
+            return super().training_step(args[0], 0)
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                self.net = network()
+                zeropp.parallel.tensor(
+                    self.net,
+                    self.device_mesh["tensor_parallel"],
+                    {"0": ColwiseParallel(output_layouts=Replicate()), "3": ColwiseParallel(), "5": RowwiseParallel()},
+                )
+
+    module = Cut()
+    strategy = zeropp.lightning.ZeroppStrategy(stage=1, tensor_parallel_size=2)
+    options = {
+        **QUIET,
+        "strategy": strategy,
+        "default_root_dir": folder,
+        "max_epochs": 1,
+        "enable_checkpointing": False,
+    }
+    pl.Trainer(**options).fit(module, batches())
+    alone = make_module(pl.LightningModule)
+    [optimizer], _schedules = alone.configure_optimizers()
+    losses = []
+    for batch in fed:
+        loss = alone.loss(batch)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    said: dict[str, Any] = {"zeropp": module.losses, "alone": losses}
+    try:
+        bad = zeropp.lightning.ZeroppStrategy(stage=1, tensor_parallel_size=3)
+        pl.Trainer(**{**options, "strategy": bad}).fit(Cut(), batches())
+    except zeropp.ConfigError as error:
+        said["refused"] = str(error)
+    return said
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "tensors": tensors,
     "fit": fit, "resume": resume, "ways": ways, "fabric": fabric, "refusals": refusals, "several": several,
     "upstream": upstream, "unfreezing": unfreezing, "warm_up": warm_up,
 }  # fmt: skip

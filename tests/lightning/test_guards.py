@@ -31,6 +31,7 @@ TRAINER = {
     "remove_checkpoint": "self filepath",
     "save_checkpoint": "self checkpoint filepath storage_options",
     "setup": "self trainer",
+    "setup_environment": "self",
     "teardown": "self",
     "test_step": "self args kwargs",
     "training_step": "self args kwargs",

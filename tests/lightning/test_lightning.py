@@ -50,6 +50,14 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(strategy, answer):
         assert found["fitted again"] == 8 + 4, "one module, a second fit"
 
 
+@pytest.mark.lightning_case("tensors")
+def test_ranks_that_share_matrices_train_as_one(answer):
+    for found in answer("tensors"):
+        assert len(found["zeropp"]) == 8, "each rank has every batch"
+        assert apart(found["alone"], found["zeropp"]) < FP32
+        assert "tensor_parallel_size 3, of a job of 2 ranks; wanted a divisor" in found["refused"]
+
+
 @pytest.mark.lightning_case("warm_up")
 def test_sequence_length_warm_up_equals_batches_cut_by_hand(answer):
     for found in answer("warm_up"):

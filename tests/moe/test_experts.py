@@ -11,61 +11,12 @@ import moe_models
 import pytest
 import torch
 import zeropp
+from expert_parity import BOUND, compare, parity, reference
 from moe_models import batch, loss_of
 from ranks import of_all_ranks, on_ranks
 from torch import Tensor
 
 MODELS = ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "NemotronH")
-# Of the largest gradient of a parameter. One fp32 rounding is 6e-8; sums of some hundred products in another order, through two
-# layers and back, stay below a hundred of them.
-BOUND = 1e-5
-STEPS = 2
-
-
-def reference(
-    name: str, ranks: int, steps: int = STEPS
-) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return losses, gradients of each step, and final values of one process on all ranks' batches."""
-    model = moe_models.build(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, gradients = [], []
-    for step in range(steps):
-        loss = loss_of(model, torch.cat([batch(step, rank) for rank in range(ranks)]))
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def compare(got: Tensor | None, wanted: Tensor, what: str) -> None:
-    assert got is not None, what
-    assert got.shape == wanted.shape, what
-    error = (got - wanted).abs().max().item()
-    assert error <= BOUND * max(wanted.abs().max().item(), 1e-3), (what, error, wanted.abs().max().item())
-
-
-def parity(name: str, experts: Any, implementation: str = "grouped_mm", **more: Any) -> None:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    losses, gradients, values = reference(name, ranks)
-    model = moe_models.build(name, implementation)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(experts=experts, **more))
-    for step in range(STEPS):
-        loss = loss_of(model, batch(step, rank))
-        loss.backward()
-        assert abs(sum(of_all_ranks(loss.item())) / ranks - losses[step]) <= BOUND * losses[step]
-        for path, parameter in model.named_parameters():
-            if path in gradients[step]:
-                compare(zeropp.get_full(parameter, "grad"), gradients[step][path], f"step {step}: gradient of {path}")
-        squares = sum(g.double().square().sum() for g in gradients[step].values())
-        assert abs(optimizer.clip_grad_norm_(1e9) - squares**0.5) <= BOUND * squares**0.5
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = zeropp.full_state_dict(model)
-    for path, value in values.items():
-        compare(whole[path], value, f"value of {path}")
 
 
 @on_ranks(1, 2)
@@ -307,3 +258,44 @@ def test_states_and_gradients_on_disk() -> None:
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_errors_name_the_expert(stage: int) -> None:
+    """A gradient that is not finite is named with the number that its expert has in the model, whoever has that expert."""
+    path, rank = "model.layers.1.mlp.experts.gate_up_proj", torch.distributed.get_rank()
+
+    def spoil(gradient: Tensor, first: int) -> Tensor:
+        gradient = gradient.clone()
+        if 0 <= 3 - first < len(gradient):
+            gradient[3 - first, -1, -1] = float("nan")
+        return gradient
+
+    for experts, more, who in (
+        (1, {}, "rank 0 and rank 1 before the sum"),
+        (2, {}, "rank 1 before the sum"),
+        (zeropp.Experts(parallel=2, slices=2), {}, "rank 1 before the sum"),
+        (2, {"step_in_backward": True}, "rank 1 before the sum"),
+    ):
+        if stage == 0 and more:
+            continue
+        model = moe_models.build("Mixtral", "grouped_mm")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = zeropp.Config(experts=experts, stage=stage, **more)
+        model, optimizer = zeropp.prepare(model, optimizer, config)
+        entry = next(e for unit in optimizer._engine.units for e in unit.params if e.names[0] == path)
+        per_expert = 2 if isinstance(experts, zeropp.Experts) else 1
+        first = 0 if experts == 1 else 2 * rank
+        entry.param.register_hook(
+            lambda g, first=first, n=per_expert: spoil(g.unflatten(0, (-1, n)), first).flatten(0, 1)
+        )
+        expected = rf"'{path}\[3\]' \({who}\)"
+        if not more:
+            loss_of(model, batch(0, rank)).backward()
+            with pytest.raises(zeropp.Error, match=expected):
+                optimizer.step()
+            continue
+        loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(zeropp.Error, match=expected if rank == 1 else "rank 1: .*not finite"):
+            optimizer.step()

@@ -26,12 +26,13 @@ def test_what_is_taken(given: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (0, "experts: 0 is not allowed; wanted a number of ranks >= 1, 'auto', zeropp.Experts(...) or None"),
+        (0, "experts: 0 is not allowed; wanted a number of ranks >= 1 (below 2**63), 'auto'"),
         (True, "experts: True is not allowed"),
         ("four", "experts: 'four' is not allowed"),
         ({"parallel": 0}, "experts.parallel: 0 is not allowed; wanted a whole number >= 1"),
         ({"slices": 0}, "experts.slices: 0 is not allowed; wanted a whole number >= 1 (slices of an expert)"),
-        ({"offload": "cpu"}, "experts.offload: unknown key (value 'cpu'); known are parallel, slices"),
+        ({"chunks": 0}, "experts.chunks: 0 is not allowed; wanted a whole number >= 1 (pieces of a layer's tokens"),
+        ({"offload": "cpu"}, "experts.offload: unknown key (value 'cpu'); known are parallel, slices, chunks, cache"),
     ],
 )
 def test_what_is_refused(given: Any, sentence: str) -> None:

@@ -16,7 +16,8 @@ PHASES = ("dispatch", "combine", "backward of combine", "backward of dispatch")
 VICTIM = 1
 
 
-def killed_before(rank: int, ranks: int, phase: int, folder: str) -> dict[str, Any]:
+def killed_before(rank: int, ranks: int, phase: int, folder: str, hosts: str) -> dict[str, Any]:
+    os.environ["ZEROPP_HOST_ID"] = hosts[rank]
     import torch
     import torch.distributed as dist
     import zeropp
@@ -58,10 +59,17 @@ def killed_before(rank: int, ranks: int, phase: int, folder: str) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    "phase", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
-def test_it_is_named_in_every_phase(phase: int, tmp_path: Path) -> None:
-    outcomes = run_ranks(3, killed_before, phase, str(tmp_path), timeout=90, check=False)
+    ("hosts", "phase"),
+    [
+        ("aaa", 0), pytest.param("aaa", 1, marks=pytest.mark.slow), ("aaa", 2), pytest.param("aaa", 3, marks=pytest.mark.slow),
+        pytest.param("aba", 0, marks=pytest.mark.slow), ("aba", 1), pytest.param("aba", 2, marks=pytest.mark.slow),
+        pytest.param("aba", 3, marks=pytest.mark.slow), pytest.param("aab", 0, marks=pytest.mark.slow),
+        pytest.param("aab", 1, marks=pytest.mark.slow), pytest.param("aab", 2, marks=pytest.mark.slow), ("aab", 3),
+    ],
+)  # fmt: skip
+def test_it_is_named_in_every_phase(hosts: str, phase: int, tmp_path: Path) -> None:
+    """The victim is one of three ranks of a host, alone on its host, or beside another one."""
+    outcomes = run_ranks(3, killed_before, phase, str(tmp_path), hosts, timeout=90, check=False)
     assert outcomes[VICTIM].code == -signal.SIGKILL, str(outcomes[VICTIM])
     killed_at = float((tmp_path / "killed").read_text())
     for outcome in outcomes:
@@ -71,6 +79,8 @@ def test_it_is_named_in_every_phase(phase: int, tmp_path: Path) -> None:
         value = outcome.value
         assert value["rank"] == VICTIM, value
         assert f"rank {VICTIM}" in value["text"]
-        if "socket closed" not in value["text"]:  # whoever sends it the descriptor of an arena may notice first
+        if hosts != "aaa":
+            assert value["text"], value  # whoever waits for the network knows the phase there
+        elif "socket closed" not in value["text"]:  # whoever sends it the descriptor of an arena may notice first
             assert f"{PHASES[phase]} #1 of layer 0 (blocks.0.experts)" in value["text"]
         assert value["at"] - killed_at < 5.0

@@ -26,8 +26,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = Path(__file__).with_name("public_api.json")
 MODULES = (
-    *("zeropp", "zeropp.aio", "zeropp.comm", "zeropp.config", "zeropp.elastic", "zeropp.errors", "zeropp.health"),
-    *("zeropp.moe", "zeropp.nn", "zeropp.ops", "zeropp.optim", "zeropp.process_group"),
+    *("zeropp", "zeropp.aio", "zeropp.comm", "zeropp.config", "zeropp.data", "zeropp.elastic", "zeropp.errors"),
+    *("zeropp.health", "zeropp.moe", "zeropp.nn", "zeropp.ops", "zeropp.optim", "zeropp.parallel"),
+    "zeropp.process_group",
 )
 FRAMEWORKS = {"zeropp.hf": "transformers", "zeropp.accelerate": "accelerate", "zeropp.lightning": "lightning"}
 Surface = dict[str, str]

@@ -7,6 +7,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -14,6 +16,16 @@ def test_the_ratios_are_the_stored_ones() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     written = runpy.run_path(str(ROOT / "scripts" / "readme_ratios.py"))["written"]
     assert page == written(page), "benchmarks/results has other figures: run scripts/readme_ratios.py"
+
+
+def test_the_figure_shows_the_stored_ratios(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = runpy.run_path(str(ROOT / "scripts" / "readme_ratios.py"))["draw"](tmp_path)
+    stored, now = (
+        re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text()) for path in (ROOT / "docs/step.svg", drawn)
+    )
+    assert "stage 3 25M 2 ranks : FSDP2" in now
+    assert stored == now, "benchmarks/results has other figures: run scripts/readme_ratios.py"
 
 
 def test_design_notes_have_every_number() -> None:

@@ -51,9 +51,10 @@ def test_pages_load_nothing_from_a_network(site: Path) -> None:
 
 
 def test_the_reference_shows_signatures(site: Path) -> None:
-    text = re.sub(r"<[^>]+>", "", (site / "reference" / "zeropp.html").read_text(encoding="utf-8"))
+    text = re.sub(r"<[^>]+>", "", (site / "docs" / "reference" / "zeropp.html").read_text(encoding="utf-8"))
     assert re.search(r"prepare\(\s*model,\s*optimizer", text)
     assert "A checkpoint is damaged or does not fit" in text
+    assert 'zeropp.load("checkpoints", model, optimizer)' in text.replace("&quot;", '"')
 
 
 @pytest.fixture

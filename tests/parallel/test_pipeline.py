@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import functools
+import json
+import tempfile
 from typing import Any
 
 import pytest
@@ -336,14 +337,48 @@ def test_transformers(kind: str, name: str) -> None:
 
 @on_ranks(2)
 def test_hooks_that_would_be_left_out_are_refused() -> None:
-    """A split backward runs no hooks; gradients that stay in p.grad would be changed once a micro-batch."""
-    for stage, kind in ((2, "input"), (0, "full")):
-        run = Run(mesh_of(1, 2), "1F1B", stage=stage)
-        chunk = run.schedule._zeropp.chunks[0]
-        chunk._refuse_hooks(kind)
-        parameter = next(run.chunks.parameters())
-        parameter.register_post_accumulate_grad_hook(lambda _: None)
-        told = sentence(functools.partial(chunk._refuse_hooks, kind), zeropp.ConfigError)
-        assert "parameter '0.weight' has a hook" in told and ("1F1B" if kind == "input" else "stage 2 or 3") in told, (
-            told
-        )
+    """A split backward runs no hooks."""
+    run = Run(mesh_of(1, 2), "1F1B", stage=2)
+    chunk = run.schedule._zeropp.chunks[0]
+    chunk._refuse_hooks()
+    next(run.chunks.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    told = sentence(chunk._refuse_hooks, zeropp.ConfigError)
+    assert "parameter '0.weight' has a hook" in told and "use ScheduleGPipe, Schedule1F1B" in told, told
+
+
+def _double(parameter: Any) -> None:
+    parameter.grad.mul_(2.0)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_hooks_see_one_micro_batch(stage: int) -> None:
+    """One rank a stage, where gradients add up in p.grad, and two data ranks: a hook that doubles a gradient doubles each once."""
+    for mesh in (mesh_of(2, 1), mesh_of(1, 2)):
+        run = Run(mesh, "1F1B", stage=stage)
+        hooked = Run(mesh, "1F1B", stage=stage)
+        for parameter in hooked.chunks.parameters():
+            parameter.register_post_accumulate_grad_hook(_double)
+        norms = []
+        for one in (run, hooked):
+            one.forward_backward(0)
+            norms.append(one.optimizer.clip_grad_norm_(CLIP))
+        assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+@on_ranks(4, backend="zeropp")
+def test_reductions_run_in_waits(name: str) -> None:
+    """Sums of gradients run while this rank waits: for messages of other stages, or at the end of the schedule's step."""
+    run = Run(mesh_of(2, 2), name, stage=2)
+    run.train(1)  # torch finds out shapes first
+    with tempfile.TemporaryDirectory() as folder:
+        with zeropp.trace(f"{folder}/trace.json") as trace:
+            run.train(2)
+        written = json.loads(trace.file.read_text())
+    spans = [event for event in written["traceEvents"] if event.get("cat") in ("reduce", "wait")]
+    sums = [event for event in spans if event["cat"] == "reduce"]
+    hidden = written["otherData"]["reductions_in_waits"]
+    assert len(sums) >= 2 * len([unit for unit in engine_of(run.chunks).units if unit.trainable])
+    assert hidden >= 0.9, (hidden, [(one["cat"], one["name"], one["ts"], one["dur"]) for one in spans])
+    assert {"for a receive", "for reductions"} <= {one["name"] for one in spans}

@@ -14,8 +14,10 @@ from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 from zeropp.errors import ConfigError, PartitionedParameterError
+from zeropp.zero.engine import engine_of
+from zeropp.zero.model import arrivals
 from zeropp.zero.model.boxes import Box
 from zeropp.zero.model.dtensor import boxes_of_dtensor
 
@@ -126,7 +128,7 @@ def test_parity_in_bf16(stage: int) -> None:
 
 
 @pytest.mark.parametrize("kind, stage", [("Qwen3", 3), ("Llama", 2), pytest.param("Qwen3", 0, marks=pytest.mark.slow)])
-@on_ranks(4)
+@on_ranks(2, 4)
 def test_models_of_transformers_by_their_own_plan(kind: str, stage: int) -> None:
     """65 tokens over 2 ranks, tied; transformers sums the gradients of Qwen3's q_norm and k_norm in hooks of the first forward."""
     transformers = pytest.importorskip("transformers")
@@ -155,7 +157,7 @@ def test_models_of_transformers_by_their_own_plan(kind: str, stage: int) -> None
         norm = optimizer.clip_grad_norm_(CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        ids = torch.cat([tokens(step, at) for at in range(2)])
+        ids = torch.cat([tokens(step, at) for at in range(mesh.size(0))])
         one(input_ids=ids, labels=ids).loss.backward()
         assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(one.parameters(), CLIP)), rel=1e-5)
         plain.step()
@@ -255,3 +257,57 @@ def test_a_partitioned_model_is_not_cut() -> None:
         ConfigError, match=r"'first\.weight' is partitioned already, by zeropp\.sharded_init.*build the model plainly"
     ):
         zeropp.parallel.tensor(model, mesh["tp"], {"head": ColwiseParallel()})
+
+
+def _along_the_sequence(mesh: Any) -> Net:
+    """Tokens are shared out between the blocks' matrices, so gradients of norms and of biases arrive as parts of a sum."""
+    plan: dict[str, Any] = {
+        "first": PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=True
+        ),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for i in range(2):
+        plan |= {
+            f"layers.{i}.norm": SequenceParallel(use_local_output=True),
+            f"layers.{i}.up": ColwiseParallel(input_layouts=Shard(1)),
+            f"layers.{i}.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return zeropp.parallel.tensor(_net(), mesh["tp"], plan)
+
+
+@pytest.mark.parametrize(
+    "stage", [0, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+@on_ranks(2, 4)
+def test_one_message_a_unit(stage: int) -> None:
+    """Two micro-steps: gradients that are parts of a sum travel once a unit and backward, and no backward sums another's again."""
+    mesh, data = _mesh(), dist.get_world_size() // 2
+    model = _along_the_sequence(mesh)
+    model.first.requires_grad_(False)  # its gradient is that of the rank's own tokens, which nothing here sums
+    config = zeropp.Config(stage=stage, accumulate=2, host_copy="off")
+    model, optimizer = zeropp.prepare(model, _adam(model), config, mesh=mesh)
+    one = _net()
+    one.first.requires_grad_(False)
+    batches = [torch.stack([_batch(at, 2 * row + mesh.get_local_rank("dp")) for row in range(2)]) for at in range(2)]
+    sent, plain = [], arrivals.dist.all_reduce
+    arrivals.dist.all_reduce = lambda tensor, **options: (sent.append(tensor.numel()), plain(tensor, **options))
+    try:
+        for batch in batches:
+            model(batch).square().mean().backward()
+    finally:
+        arrivals.dist.all_reduce = plain
+    units = [unit for unit in engine_of(model).units if "norm" in unit.params[0].names[0]]
+    assert len(sent) == 2 * len(units) and 0 < len(units) <= 2, (sent, [unit.name for unit in units])
+    norm = optimizer.clip_grad_norm_(CLIP)
+    for at in range(2):
+        for rank in range(data):
+            batch = torch.stack([_batch(at, 2 * row + rank) for row in range(2)])
+            (one(batch).square().mean() / (2 * data)).backward()
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(one.parameters(), CLIP)), rel=1e-5)
+    optimizer.step()
+    plain_optimizer = _adam(one)
+    plain_optimizer.step()
+    whole = zeropp.full_state_dict(model)
+    for name, value in one.state_dict().items():
+        assert (whole[name] - value).abs().max() < 2e-6, name

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from ranks import on_ranks
+from ranks import of_all_ranks, on_ranks
 
 KINDS = ("plain", "packed", "window", "window packed", "padding")
 HEADS = ((4, 2), (6, 1), (5, 5))
@@ -64,3 +64,37 @@ def test_sparse_attention_sees_the_whole_sequence() -> None:
     zeropp.parallel.ulysses(parts, dist.group.WORLD)
     cut, ids = slice(*cut_models.cuts(2)[dist.get_rank() :][:2]), cut_models.batch("plain")["input_ids"]
     assert torch.equal(parts(input_ids=ids[:, cut]).logits, whole(input_ids=ids).logits[:, cut])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "packed"), pytest.param("qwen3", "padding", marks=pytest.mark.slow)]
+)
+@on_ranks(4)
+def test_parts_of_sequences_and_slices_of_matrices(family: str, kind: str) -> None:
+    """sp 2 x tp 2 under stage 3: the loss and the weights after a step are those of one process."""
+    import cut_models
+    import torch
+    import zeropp
+    import zeropp.parallel
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole = cut_models.batch(kind)
+    want = cut_models.model(family, 4, 2, "sdpa")
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+    loss = want(**whole).loss
+    loss.backward()
+    optimizer.step()
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "sp", "tp"))
+    model = zeropp.parallel.tensor(cut_models.model(family, 4, 2, "sdpa"), mesh["tp"])
+    model, ours = zeropp.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), zeropp.Config(stage=3, host_copy="off"), mesh=mesh
+    )
+    handle = zeropp.parallel.ulysses(model, mesh["sp"])
+    part = handle.shard(whole)
+    found = model(**part).loss
+    found.backward()
+    ours.step()
+    both = of_all_ranks(found.item())  # a rank's share of the loss; ranks of tp have the same one
+    assert abs(sum(both) / 4 - loss.item()) < 4e-6 * loss.item()
+    for name, value in zeropp.full_state_dict(model).items():
+        assert float((value - want.state_dict()[name]).abs().max()) < 4e-6, name

@@ -129,10 +129,10 @@ def test_bytes_on_the_wire(stage: str) -> None:
         "stage 3, gathering": (2, 1, 0), "stage 3, gathering ahead": (2, 1, 0),
     }[stage]  # fmt: skip
     # The tied matrix is needed at both ends of the forward, so it is gathered once more than the formula says. A
-    # step begins with a vote of 8 bytes, and each unit's norm with its worst element and the rank of that is 24.
+    # step begins with a vote of 8 bytes, and each unit's norm with its worst element, its parameter and the mask of its ranks is 32.
     tied = found["tied"] * (ranks - 1) // ranks
     gathered = gathers * share + (tied if gathers == 2 else 0)
-    small = (8 + (0 if stage == "stage 0" else 24 * found["units"])) * (ranks - 1)
+    small = (8 + (0 if stage == "stage 0" else 32 * found["units"])) * (ranks - 1)
     assert 0 < found["tied"] < 0.1 * found["psi"]
     assert found["moved"]["all_gather"] == gathered + small
     assert found["moved"]["reduce_scatter"] == scatters * share

@@ -166,3 +166,16 @@ def test_names_are_of_the_job() -> None:
     differs = pytest.raises(zeropp.ConfigError, match="rank 3's model differs from rank 1's")
     with differs if number else contextlib.nullcontext():
         prepare_over(ranks, model, None, zeropp.Config(stage=2))
+
+
+@on_ranks(4, alone=True)
+def test_a_job_that_is_closed_before_a_step_is_an_error() -> None:
+    from zeropp.comm import group
+
+    number, _, ranks = _place()
+    model = _stage(number)
+    model, optimizer = prepare_over(ranks, model, torch.optim.AdamW(model.parameters()), zeropp.Config(stage=2))
+    _loss(model, torch.randn(3, 12)).backward()
+    group.close(ranks.job)
+    with pytest.raises(zeropp.Error, match='has closed group "default_pg"'):
+        optimizer.step()

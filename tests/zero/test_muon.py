@@ -113,7 +113,7 @@ def test_resumes() -> None:
     [
         (
             {},
-            r"group 0 has a parameter of shape \(3,\) and torch.float32, wanted real matrices; put the others in a group with use_muon=False",
+            r"shape \(3,\) and torch.float32, wanted real matrices, or stacks of them; put the others in a group with use_muon=False",
         ),
         ({"use_muon": False, "ns_steps": 0}, "ns_steps is 0, wanted a whole number from 1 to 99"),
         ({"use_muon": False, "adjust_lr_fn": "best"}, "adjust_lr_fn is 'best', wanted None, 'original'"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import on_cpu_only, on_ranks
 from tiny import MODES, Tiny, vector
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -196,6 +196,8 @@ def stray_views(mode: str) -> None:
         view = model.blocks[1].weight.detach().view(-1)
         want = view.clone()
     stays = mode == "host copy" or dist.get_world_size() == 1
+    if not stays:
+        on_cpu_only("a read of released memory of a device gets what is there; ZEROPP_POISON=1 puts NaN there")
     for stray in (view.clone(), torch.tensor(model.blocks[1].weight).view(-1)):
         assert torch.equal(stray, want) if stays else torch.isnan(stray).all()
 
@@ -335,7 +337,8 @@ def writing_unasked(mode: str) -> None:
     dist.barrier()
     with zeropp.gathered(model):
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    if mode == "host copy" and dist.get_world_size() > 1:  # a copy that ranks share
+    shared = torch.get_default_device().type == "cpu" and mode == "host copy" and dist.get_world_size() > 1
+    if shared:  # a copy that ranks share
         assert "'blocks.0.weight' was changed inside zeropp.gathered" in sentence and "write=True" in sentence
 
 

@@ -286,7 +286,13 @@ def test_refusals() -> None:
     spread = [Spread(name="experts of layer 0", modules=(Experts(0),), parts=2)]
     with pytest.raises(zeropp.ConfigError, match="has a Experts that is not in the model"):
         prepare_over(None, model, None, zeropp.Config(stage=2), spread)
-    spread = [Spread(name="experts of layer 0", modules=(model[0].experts,), parts=2)]
-    lamb = zeropp.optim.LAMB(model.parameters())
-    with pytest.raises(zeropp.ConfigError, match=r"experts of layer 0 in 2 parts .*optimizer LAMB"):
-        prepare_over(None, model, lamb, zeropp.Config(stage=2), spread)
+
+
+@on_ranks(4, alone=True)
+def test_ranks_with_other_parts_are_shown_both() -> None:
+    model, rank = _model(), dist.get_rank()
+    spread = Spread(name="experts of layer 0", modules=(model[0].experts,), parts=4 if rank == 3 else 2)
+    with pytest.raises(ValueError, match="give every rank the same mesh") as info:
+        prepare_over(None, model, torch.optim.AdamW(model.parameters()), zeropp.Config(stage=2), [spread])
+    assert 'rank 0 has group "experts of layer 0" with parts 0 1 0 1, divisor 0, but rank 3 has' in str(info.value)
+    assert "with parts 0 1 2 3, divisor 0;" in str(info.value)

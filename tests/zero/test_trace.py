@@ -32,7 +32,7 @@ def _train(model: nn.Module, optimizer: Any) -> None:
 
 def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
     whole = json.loads(path.read_text())
-    assert whole["otherData"] == {"dropped": 0}
+    assert whole["otherData"]["dropped"] == 0
     found: dict[str, list[dict[str, Any]]] = {}
     for event in whole["traceEvents"]:
         if event["ph"] != "M":

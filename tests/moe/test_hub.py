@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in files of the Hub, each a tensor of its own there: read on the rank that keeps it, and written under those names."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import moe_models
+import pytest
+import torch
+import zeropp
+from moe_models import batch, loss_of
+from ranks import of_all_ranks, on_ranks
+from safetensors.torch import load_file
+
+
+@contextmanager
+def on_the_hub(name: str) -> Iterator[tuple[str, Any]]:
+    """A folder with a model as transformers saves it, and the model."""
+    plain = moe_models.build(name)
+    first = torch.distributed.get_rank() == 0
+    folder = of_all_ranks(tempfile.mkdtemp() if first else None)[0]
+    if first:
+        plain.save_pretrained(folder)
+    torch.distributed.barrier()
+    yield folder, plain
+    torch.distributed.barrier()
+    if first:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def counted_reads(seen: list[int]) -> Iterator[None]:
+    """Append the bytes of each tensor of three dimensions, or of an expert, that from_pretrained reads."""
+    from transformers import core_model_loading as core
+
+    before = core._materialize_copy
+
+    def read(tensor: Any, *args: Any) -> torch.Tensor:
+        found = before(tensor, *args)
+        seen.append(found.nbytes)
+        return found
+
+    core._materialize_copy = read
+    try:
+        yield
+    finally:
+        core._materialize_copy = before
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_from_pretrained_reads_a_ranks_own_experts(name: str) -> None:
+    """Of the experts, which GptOss has in one tensor also in its files, each rank reads 1/2; the model is the one that was saved."""
+    import transformers
+
+    with on_the_hub(name) as (folder, plain):
+        seen: list[int] = []
+        with counted_reads(seen), zeropp.sharded_init():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="eager"
+            )
+        named = dict(plain.named_parameters())
+        experts = {n for n, p in named.items() if p.dim() == 3}
+        whole = sum(p.nbytes for p in named.values())
+        assert experts
+        assert sum(seen) == whole - sum(named[n].nbytes for n in experts) // 2
+        model, _ = zeropp.prepare(model.train(), None, zeropp.Config(experts=2))
+        for path, value in zeropp.full_state_dict(model).items():
+            assert path not in named or torch.equal(value, named[path]), path
+        ids = batch(0, torch.distributed.get_rank())
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model, ids), loss_of(plain, ids), rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "NemotronH"])
+def test_export_has_the_names_of_the_hub(name: str) -> None:
+    """The files are those of transformers' own save, which it loads; zeropp.load_full_state_dict takes them back."""
+    with on_the_hub(name) as (folder, plain):
+        model, _ = zeropp.prepare(moe_models.build(name), None, zeropp.Config(experts=2))
+        zeropp.export(model, Path(folder) / "ours", file_bytes=20_000)
+        torch.distributed.barrier()
+        ours = {k: v for one in Path(folder, "ours").glob("*.safetensors") for k, v in load_file(one).items()}
+        theirs = load_file(Path(folder) / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
+        for parameter in model.parameters():
+            zeropp.set_full(parameter, torch.zeros(parameter.shape))
+        zeropp.load_full_state_dict(model, Path(folder) / "ours")
+        whole = zeropp.full_state_dict(model)
+        assert [n for n, p in plain.named_parameters() if not torch.equal(whole[n], p)] == []
+
+
+@on_ranks(2)
+def test_load_full_state_dict_reads_a_ranks_own_experts() -> None:
+    from zeropp.checkpoint import sources
+
+    with on_the_hub("Qwen3Moe") as (folder, plain):
+        model, _ = zeropp.prepare(moe_models.build("Qwen3Moe"), None, zeropp.Config(experts=2))
+        seen: set[str] = set()
+        whole = sources._Safetensors.whole
+        sources._Safetensors.whole = lambda self, name: seen.add(name) or whole(self, name)  # type: ignore[method-assign, func-returns-value, assignment]
+        try:
+            zeropp.load_full_state_dict(model, folder)
+        finally:
+            sources._Safetensors.whole = whole  # type: ignore[method-assign]
+        first = 4 * torch.distributed.get_rank()
+        assert {int(name.split("experts.")[1].split(".")[0]) for name in seen if "experts." in name} == {
+            *range(first, first + 4)
+        }
+        values = zeropp.full_state_dict(model)
+        assert [n for n, p in plain.named_parameters() if not torch.equal(values[n], p)] == []

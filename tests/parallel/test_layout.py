@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that a mesh will hold, against what it holds; and layouts of clusters, by arithmetic alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+import zeropp
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
+from zeropp.cli import main
+
+WITHIN = 0.03
+H100 = {
+    "memory": 80e9,
+    "tflops": 500.0,
+    "links": {"host": 400.0, "network": 400.0, "nvme": 20.0},
+    "host_memory": 2000e9,
+}
+
+
+def llama(layers: int = 4, vocabulary: int = 65) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=False, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+MESHES = [
+    ({"dp": 2, "tp": 2}, 3),
+    ({"pp": 2, "dp": 2}, 2),
+    pytest.param({"pp": 2, "dp": 2}, 3, marks=pytest.mark.slow),
+    pytest.param({"dp": 2, "tp": 2}, 1, marks=pytest.mark.slow),
+    pytest.param({"pp": 2, "tp": 2}, 1, marks=pytest.mark.slow),
+    pytest.param({"pp": 2, "dp": 2}, 1, marks=pytest.mark.slow),
+    pytest.param({"dp": 2, "sp": 2}, 3, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("sizes", "stage"), MESHES)
+@on_ranks(4)
+def test_within_three_percent_of_what_a_mesh_holds(sizes: dict[str, int], stage: int) -> None:
+    config, micro = zeropp.Config(stage=stage, host_copy="off"), 4
+    with torch.device("meta"):
+        said = zeropp.estimate(llama(), config, mesh=sizes, micro_batches=micro if "pp" in sizes else 1)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model: Any = llama()
+    if "tp" in sizes:
+        zeropp.parallel.tensor(model, mesh["tp"])
+    if "pp" in sizes:
+        model = zeropp.parallel.cut(model, mesh["pp"], Schedule1F1B)
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), config, mesh=mesh)
+    ids = torch.arange(4 * micro * 4).view(4 * micro, 4) % 65
+    for _ in range(2):
+        optimizer.zero_grad()
+        if "pp" in sizes:
+            loss_of = lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())  # noqa: E731
+            stage_here = zeropp.parallel.stages(model, mesh["pp"])[0]
+            schedule = zeropp.parallel.pipeline(Schedule1F1B(stage_here, micro, loss_fn=loss_of))
+            schedule.step(
+                *([ids] if stage_here.is_first else []), target=ids if stage_here.is_last else None, losses=[]
+            )
+        else:
+            model(input_ids=ids).logits.float().pow(2).mean().backward()
+        optimizer.step()
+    held = {kind: sizes["held"] for kind, sizes in zeropp.memory(model, optimizer)["cpu"].items()}
+    kinds = ("params", "grads", "master", "optimizer")
+    here, wanted = sum(held.get(kind, 0) for kind in kinds), sum(said["cpu"][kind] for kind in kinds)
+    place = mesh.get_local_rank("pp") if "pp" in sizes else 0
+    assert here <= wanted * (1 + WITHIN), (held, said)
+    others = said["stages"][place] - max(said["stages"])  # the fullest stage is the one that is described
+    if others == 0 and (0 if "tp" not in sizes else mesh.get_local_rank("tp")) == 0:
+        assert here == pytest.approx(wanted, rel=WITHIN), (held, said)
+
+
+def test_every_layout_of_eight_ranks_adds_up() -> None:
+    """The parts of all ranks are the whole, for each way to write 8 as dp x tp x pp."""
+    with torch.device("meta"):
+        model = llama(8)
+    whole = sum(one.numel() for one in model.parameters())
+    for tp in (1, 2):
+        for pp in (1, 2, 4, 8 // tp):
+            mesh = {"pp": pp, "dp": 8 // pp // tp, "tp": tp}
+            said = zeropp.estimate(model, zeropp.Config(stage=1), mesh=mesh, micro_batches=8, sequence=32)
+            assert len(said["stages"]) == pp
+            assert whole / pp / tp <= said["parameters"] * 1.3 and said["parameters"] * pp * tp <= whole * 2.5
+            assert ("tensor" in said["traffic"], "pipeline" in said["traffic"]) == (tp > 1, pp > 1)
+    assert said["traffic"]["tensor"] == 8 * 8 // pp * 4 * 2 * 32 * 64 * 4 // 2
+
+
+@pytest.mark.parametrize(
+    ("keywords", "sentence"),
+    [
+        ({"mesh": {"dp": 2, "rows": 2}}, "dimension 'rows' of the mesh is not known"),
+        ({"mesh": {"dp": 0}}, "mesh['dp'] is 0; wanted a whole number"),
+        ({"mesh": {"dp": 4}, "ranks": 2}, "ranks 2, and the mesh {'dp': 4} has 4"),
+        ({"mesh": {"tp": 2}}, "Linear has no plan of transformers"),
+        ({"ranks": 2, "sequence": 8}, "belong to a mesh"),
+        ({}, "neither ranks nor mesh"),
+        ({"mesh": {"dp": 2, "pp": 2}, "schedule": "Ring"}, "schedule 'Ring' is not one of torch's"),
+    ],
+)
+def test_refusals_of_estimate(keywords: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(zeropp.ConfigError, match=re.escape(sentence)):
+        zeropp.estimate(nn.Linear(2, 2), **keywords)
+
+
+def big(layers: int, width: int, heads: int, inner: int) -> Any:
+    import transformers
+
+    return transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8,
+    )  # fmt: skip
+
+
+def test_what_fits_with_fewest_dimensions_wins() -> None:
+    """8B parameters on one host of 8 GPUs need no other dimension than data; 70B on 8 hosts neither, with so fast a network."""
+    chosen, *others = zeropp.layout(big(32, 4096, 32, 14336), ranks=8, sequence=8192, batch=64, **H100)
+    assert chosen.mesh == {"dp": 8} and chosen.lost_by == ""
+    assert chosen.bytes < H100["memory"] and len(others) == 5
+    assert all(one.lost_by and one.seconds >= chosen.seconds / 1.02 for one in others)
+    assert [one.seconds for one in others] == sorted(one.seconds for one in others)
+    every = zeropp.layout(big(32, 4096, 32, 14336), ranks=8, sequence=8192, batch=64, most=40, **H100)
+    tensors = next(one for one in every if one.tp > 1)
+    assert tensors.lost_by.startswith("tp +")
+
+
+def test_long_sequences_and_slow_networks_want_dimensions() -> None:
+    long, *_ = zeropp.layout(big(32, 4096, 32, 14336), ranks=8, sequence=524288, batch=2, **H100)
+    assert long.sp > 1 or long.tp > 1
+    slow = {**H100, "links": {"host": 400.0, "network": 3.0, "nvme": 20.0}}
+    split, *_ = zeropp.layout(big(80, 8192, 64, 28672), ranks=64, hosts=8, sequence=8192, batch=512, **slow)
+    assert split.tp > 1 or split.pp > 1
+    assert split.dp * split.sp * split.tp * split.pp == 64 and split.tp <= 8
+
+
+@pytest.mark.parametrize(
+    ("model", "keywords", "sentence"),
+    [
+        (big(80, 8192, 64, 28672), {"memory": 8e9}, "nothing fits on 8 ranks; the nearest is"),
+        (nn.Linear(2, 2), {}, "Linear has no num_hidden_layers"),
+        (big(32, 4096, 32, 14336), {"links": {"wire": 3.0}}, "links has 'wire'; wanted host, network"),
+        (big(32, 4096, 32, 14336), {"hosts": 3}, "8 ranks on 3 hosts; wanted as many on each"),
+    ],
+)
+def test_refusals_of_layout(model: Any, keywords: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(zeropp.ConfigError, match=re.escape(sentence)):
+        zeropp.layout(model, **{"ranks": 8, "sequence": 8192, "batch": 64, **H100, **keywords})
+
+
+def test_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    big(4, 1024, 16, 4096).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["LlamaForCausalLM"]}))
+    given = ["--ranks", "8", "--memory", "16", "--sequence", "4096", "--batch", "64", "--tflops", "100"]
+    assert main(["layout", str(folder), *given]) == 0
+    assert "chosen: compute" in capsys.readouterr().out
+    assert main(["layout", str(folder), *given, "--json", "--links", "network=50"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["mesh"] == {"dp": 8}
+    assert main(["layout", str(folder), *given, "--links", "network=fast"]) == 2
+    assert "wanted 10^9 bytes a second" in capsys.readouterr().err
+    assert main(["estimate", str(folder), "--mesh", "pp=2", "dp=4", "--micro-batches", "4"]) == 0
+    assert "on 8 ranks; bytes of the fullest rank" in capsys.readouterr().out
