@@ -25,36 +25,33 @@ KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SOURCES = "deb [signed-by={keys}] http://deb.debian.org/debian {suite} main\n"
 
 
-def debian_package(name: str, architecture: str, folder: Path, suite: str = "") -> Path:
-    """Download a package of another architecture without root: apt keeps what it needs to know in ``folder``.
+def unpacked(names: list[str], machine: str, folder: Path, suite: str = "") -> Path:
+    """Download packages of another architecture and what they need, and unpack them; return the folder of their files.
 
-    ``suite`` names another release of Debian than this machine's, such as "bullseye".
+    No root is needed: apt keeps what it needs to know in ``folder``. ``suite`` names another release of Debian than
+    this machine's, such as "bullseye".
     """
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        sys.exit(
+            f"{names[0]} of {machine} comes from Debian, and there is no apt-get and dpkg-deb here; for liburing, "
+            "ZEROPP_LIBURING may name a folder with MACHINE/include and MACHINE/liburing.a"
+        )
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     (folder / "status").touch()
     options = {
         "Dir::State::lists": folder / "lists", "Dir::State::status": folder / "status", "Dir::Cache": folder / "cache",
-        "APT::Architecture": architecture, "APT::Architectures": architecture, "APT::Sandbox::User": "root",
+        "APT::Architecture": DEBIAN[machine], "APT::Architectures": DEBIAN[machine], "APT::Sandbox::User": "root",
+        "Debug::NoLocking": "1",
     }  # fmt: skip
-    apt = ["apt-get", "-qq", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
     if suite:
         (folder / "sources.list").write_text(SOURCES.format(keys=KEYS, suite=suite), encoding="utf-8")
-        apt += ["-o", f"Dir::Etc::SourceList={folder / 'sources.list'}", "-o", "Dir::Etc::SourceParts=/dev/null"]
+        options |= {"Dir::Etc::SourceList": folder / "sources.list", "Dir::Etc::SourceParts": Path("/dev/null")}
+    apt = ["apt-get", "-qq", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
     call([*apt, "update"])
-    subprocess.run([*apt, "download", name], cwd=folder, check=True)
-    return next(folder.glob(f"{name}_*_{architecture}.deb"))
-
-
-def unpacked(name: str, machine: str, folder: Path, suite: str = "") -> Path:
-    """Download a package of another architecture and unpack it in ``folder``; return the folder of its files."""
-    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        sys.exit(
-            f"{name} of {machine} comes from Debian, and there is no apt-get and dpkg-deb here; for liburing, "
-            "ZEROPP_LIBURING may name a folder with MACHINE/include and MACHINE/liburing.a"
-        )
-    package = debian_package(name, DEBIAN[machine], folder / "apt", suite)
-    call(["dpkg-deb", "-x", str(package), str(folder / "files")])
+    call([*apt, "install", "--download-only", "--no-install-recommends", "--yes", *names])
+    for package in sorted((folder / "cache/archives").glob("*.deb")):
+        call(["dpkg-deb", "-x", str(package), str(folder / "files")])
     return folder / "files"
 
 
@@ -66,12 +63,15 @@ def liburing(machine: str) -> Path:
     if (made / "liburing.a").is_file():
         return made
     work = made.with_name(f"{machine}-apt")
-    files = unpacked("liburing-dev", machine, work)
-    made.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(files / "usr/include", made / "include", dirs_exist_ok=True)
-    headers = made / "include" / f"{machine}-linux-gnu"  # where Debian keeps what differs between architectures
-    if headers.is_dir():
-        shutil.copytree(headers, made / "include", dirs_exist_ok=True)
+    files = unpacked(["liburing-dev"], machine, work)
+    (made / "include").mkdir(parents=True, exist_ok=True)
+    # The headers of the C library came along, and the compiler has its own. Debian keeps what differs between
+    # architectures in a folder of its own.
+    for folder in (files / "usr/include", files / f"usr/include/{machine}-linux-gnu"):
+        for header in [*folder.glob("liburing.h"), *folder.glob("liburing/*.h")]:
+            target = made / "include" / header.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(header, target)
     (archive,) = (files / "usr/lib").rglob("liburing.a")
     shutil.copy(archive, made / "liburing.a")
     shutil.rmtree(work)
@@ -83,8 +83,7 @@ def sysroot(machine: str, suite: str = "") -> Path:
     made = ROOT / "build" / "sysroot" / (f"{machine}-{suite}" if suite else machine)
     if not (made / "done").exists():
         shutil.rmtree(made, ignore_errors=True)
-        for package in ("libc6", "libgcc-s1"):
-            files = unpacked(package, machine, made / "work", suite)
+        files = unpacked(["libc6", "libgcc-s1"], machine, made / "work", suite)
         shutil.copytree(files, made, symlinks=True, dirs_exist_ok=True)
         shutil.rmtree(made / "work")
         (made / "done").touch()

@@ -9,6 +9,7 @@ python scripts/readme_ratios.py --check    exit with status 1 where README.md ha
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,12 +86,21 @@ def written(page: str) -> str:
     return "\n".join((f"{before}{BEGIN}\n", *lines(), f"\n{END}{after}"))
 
 
+def draw(folder: Path) -> Path:
+    """Draw the figure of the README into a folder, with the command that its section names; return its path."""
+    rows = RESULTS / "step.jsonl"
+    call = [sys.executable, "-m", "zeropp", "plot", str(rows), "--case", "stage 3", "--format", "svg"]
+    subprocess.run([*call, "--out", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return folder / "step.svg"
+
+
 def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
     wanted = written(page)
     if "--check" in sys.argv[1:]:
         return int(page != wanted)
     PAGE.write_text(wanted, encoding="utf-8")
+    draw(ROOT / "docs")
     return 0
 
 

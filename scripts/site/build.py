@@ -4,8 +4,8 @@
     python scripts/site/build.py [--out site]
 
 The pages keep their places, so that links between them stay as they are. What a page links to besides pages, code and
-examples, becomes a page too. The build fails for a link that leads nowhere, for a public name without a docstring, and
-for everything else that mkdocs warns about.
+examples, becomes a page too. The build fails for a link that leads nowhere, for a public name without a docstring
+or an example, and for everything else that mkdocs warns about.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from zeropp.cli import plot
@@ -54,6 +54,7 @@ GUIDES = {
         "Ranks that come and go": "docs/elastic.md",
         "Data efficiency": "docs/efficiency.md",
         "Mixtures of experts": "docs/moe.md",
+        "Pipelines, tensors, sequences": "docs/parallel.md",
         "Checkpoints": "docs/checkpoint-format.md",
         "Looking inside a run": "docs/introspection.md",
     },
@@ -69,20 +70,8 @@ PROJECT = {
     "The Python code": "python/README.md",
     "How to measure": "benchmarks/README.md",
 }
-# Reference pages: a title, and the module whose public names it has.
-REFERENCE = {
-    "zeropp": "zeropp",
-    "zeropp.config": "zeropp.config",
-    "zeropp.comm": "zeropp.comm",
-    "zeropp.optim": "zeropp.optim",
-    "zeropp.moe": "zeropp.moe",
-    "zeropp.nn": "zeropp.nn",
-    "zeropp.data": "zeropp.data",
-    "zeropp.elastic": "zeropp.elastic",
-    "zeropp.health": "zeropp.health",
-    "zeropp.ops": "zeropp.ops",
-    "zeropp.aio": "zeropp.aio",
-}
+REFERENCE = ROOT / "docs" / "reference"  # a page a module, with an example of each public name
+FIRST = ("zeropp", "zeropp.config", "zeropp.parallel", "zeropp.moe", "zeropp.optim", "zeropp.nn", "zeropp.data")
 
 
 class SiteError(Exception):
@@ -134,23 +123,59 @@ def linked(page: Path, known: set[Path]) -> str:
 
 
 def public_names(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    for name in sorted(getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]):
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    for name in sorted(getattr(module, "__all__", own)):
         value = getattr(module, name)
-        if not name.startswith("_") and not inspect.ismodule(value):
+        if not name.startswith("_") and not isinstance(value, TypeVar):
             yield name, value
 
 
-def reference_page(title: str, module_name: str) -> str:
-    """Return the page of a module's public names, each where it is defined; what has no docstring is an error."""
-    module = importlib.import_module(module_name)
-    lines = [f"# {title}", "", inspect.getdoc(module) or "", ""]
+def examples_of(page: Path) -> tuple[str, dict[str, str]]:
+    """Return what a page of the reference says before its first example, and the examples by name, in their fences."""
+    head, *parts = re.split(r"^## (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return head, dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def entry(module: str, name: str, value: Any) -> str:
+    """Return heading, signature and docstring of a name: by mkdocstrings, where it finds the name in a file."""
+    if not callable(value):
+        return f"## {name}\n\n`{value!r}`"
+    text = inspect.getdoc(value) or ""
+    if not text:
+        raise SiteError(f"{module}.{name} has no docstring: every public name of the reference needs one")
+    if inspect.isclass(value) and not written_out(value):
+        # A class that is made at run time, over one of another library, whose documentation has the rest.
+        own = text if vars(value).get("__doc__") else text.partition("\n\n")[0]
+        bases = ", ".join(f"`{base.__module__}.{base.__qualname__}`" for base in value.__bases__)
+        return f"## {name}\n\nA class over {bases}.\n\n```text\n{own}\n```"
+    return f"::: {value.__module__}.{value.__qualname__}"
+
+
+def written_out(value: type) -> bool:
+    """Return True for a class that a file defines at its top, where mkdocstrings finds it."""
+    try:
+        inspect.getsourcelines(value)
+    except OSError:
+        return False
+    return "<locals>" not in value.__qualname__
+
+
+def reference_page(page: Path) -> str:
+    """Return the page of a module's public names: each with signature, docstring and example; what lacks one is an error."""
+    module = importlib.import_module(page.stem)
+    head, examples = examples_of(page)
+    shared = {id(getattr(module, name)): name for name in examples}
+    if page.stem != "zeropp":  # names that stand in zeropp too have their example there
+        top = importlib.import_module("zeropp")
+        above = examples_of(REFERENCE / "zeropp.md")[1]
+        examples = {**examples, **{name: text for name, text in above.items() if name not in examples}}
+        shared = {**{id(getattr(top, name)): name for name in above}, **shared}
+    title, _, text = head.partition("\n")
+    lines = [title, "", inspect.getdoc(module) or "", text]
     for name, value in public_names(module):
-        home = getattr(value, "__module__", None)
-        if not (inspect.isclass(value) or callable(value)) or not (home or "").startswith("zeropp"):
-            continue
-        if not inspect.getdoc(value):
-            raise SiteError(f"{module_name}.{name} has no docstring: every public name of the reference needs one")
-        lines += [f"::: {home}.{value.__qualname__}", ""]
+        if id(value) not in shared:
+            raise SiteError(f"{page.stem}.{name} has no example: {page.relative_to(ROOT)} wants one")
+        lines += [entry(page.stem, name, value), "", "Example:", "", examples[shared[id(value)]].strip(), ""]
     return "\n".join(lines)
 
 
@@ -187,7 +212,9 @@ def design_notes() -> list[dict[str, str]]:
 
 def settings(out: Path) -> dict[str, Any]:
     sections = [{title: [{name: page} for name, page in entries.items()]} for title, entries in GUIDES.items()]
-    reference = [{title: f"reference/{title}.md"} for title in REFERENCE]
+    others = sorted({page.stem for page in REFERENCE.glob("*.md")} - set(FIRST))
+    titles = [*FIRST, *others]
+    reference = [{title: f"docs/reference/{title}.md"} for title in titles]
     options = {"show_root_heading": True, "show_root_full_path": False, "show_source": False, "heading_level": 2}
     handler = {"paths": [str(ROOT / "python")], "options": {**options, "docstring_style": "google"}}
     return {
@@ -224,12 +251,10 @@ def build(out: Path) -> None:
     for page in sorted(known):
         target = PAGES / page.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(linked(page, known), encoding="utf-8")
+        text = reference_page(page) if page.parent == REFERENCE else linked(page, known)
+        target.write_text(text, encoding="utf-8")
     for picture in (ROOT / "docs").rglob("*.svg"):
         shutil.copy(picture, PAGES / picture.relative_to(ROOT))
-    (PAGES / "reference").mkdir()
-    for title, module in REFERENCE.items():
-        (PAGES / "reference" / f"{title}.md").write_text(reference_page(title, module), encoding="utf-8")
     (PAGES / "measured.md").write_text(figures_page(), encoding="utf-8")
     (WORK / "mkdocs.yml").write_text(yaml.safe_dump(settings(out), sort_keys=False), encoding="utf-8")
     done = subprocess.run(
