@@ -33,7 +33,8 @@ struct zpp_counters {
 };
 
 static const char *const doing[] = {"the gradients of a reduction", "the sum of a reduction",
-                                    "the copies of a reduction", "the values of a step", "the sums of a norm", "the reads before a step"};
+                                    "the copies of a reduction",    "the values of a step",
+                                    "the sums of a norm",           "the reads before a step"};
 _Static_assert(sizeof doing / sizeof doing[0] == ZPP_COUNTERS, "a wait for each word has a name");
 
 static struct part *part_of(const zpp_counters *counters, int rank) { return zpp_region_base(counters->region, rank); }

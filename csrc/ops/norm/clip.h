@@ -9,7 +9,7 @@
  *   skip        1 if the norm is not finite, or the group has failed, else 0
  *   skip_at     for steps that are enqueued ahead: the host launches a step once for each number k of steps that may
  *               have been skipped unknown to it, with the counts of that case, and the words let one of them write
- *   grad_scale  unscale * factor * min(1, max_norm / (norm + 1e-6))     as torch.nn.utils.clip_grad_norm_; never scales up
+ *   grad_scale  unscale * factor * min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; never scales up
  *   loss_scale  skipped: max(least, loss_scale * backoff), and the count of good steps begins anew; else after
  *               `interval` good steps in a row loss_scale * growth, if that is below 2^127: torch.amp.GradScaler's rule
  *
@@ -27,8 +27,8 @@
 /* Fill in a record that says: scale by `unscale`, no loss scale but `loss_scale` (1: none). Copy it to the device. */
 struct zpp_clip_record zpp_clip_record_of(double loss_scale);
 
-/* The record's words for the kernels of a step that is taken if `behind` steps since `settled` were skipped; `record` is
- * an address of the device. */
+/* The record's words for the kernels of a step that is taken if `behind` steps since `settled` were skipped; `record`
+ * is an address of the device. */
 static inline struct zpp_grad_scale zpp_clip_scale(const struct zpp_clip_record *record, size_t behind) {
     return (struct zpp_grad_scale){1.0f, &record->grad_scale, &record->skip_at[behind]};
 }
@@ -52,7 +52,8 @@ zpp_status zpp_clip_cuda(zpp_device *device, void *native, const struct zpp_clip
 /* Sums of squares of groups of segments, such as the pieces of a unit's shard: group g has the segments from firsts[g]
  * up to firsts[g + 1], and its sum adds theirs in order; 0 without any. `firsts` has groups_count + 1 numbers. The CPU
  * adds in the same order (csrc/zero/norm.c). Enqueued on `native`; `work` has zpp_norm_groups_work_elems(...) doubles
- * of device memory, and begins with the sum of each segment afterwards. INVALID for F64, else as zpp_norm_squares_cuda. */
+ * of device memory, and begins with the sum of each segment afterwards. INVALID for F64, else as
+ * zpp_norm_squares_cuda. */
 size_t zpp_norm_groups_work_elems(const struct zpp_norm_segment *segments, size_t segments_count);
 zpp_status zpp_norm_groups_cuda(zpp_device *device, void *native, const struct zpp_norm_segment *segments,
                                 const size_t *firsts, size_t groups_count, double *work, double *sums,
