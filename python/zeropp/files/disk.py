@@ -173,11 +173,13 @@ disk = Disk()
 def make_folders(path: Path) -> None:
     """Make a folder and those above it that are missing, durably: else a power cut could take all that is put in it."""
     for one in (*reversed(path.parents), path):
-        if not one.is_dir():
-            if one.exists():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one))
-            disk.make_folder(one)
-            disk.sync_folder(one.parent)
+        if one.is_dir():
+            continue
+        try:
+            disk.make_folder(one)  # another process may have made it since the look
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one)) from None
+        disk.sync_folder(one.parent)
 
 
 def write_text(path: Path, text: str) -> None:
