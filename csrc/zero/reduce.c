@@ -609,6 +609,8 @@ unsigned char *zpp_zero_whole_gradient(const zpp_zero *zero, int unit) {
 
 bool zpp_zero_takes_grads(const zpp_zero *zero) { return !zpp_zero_keeps_local_grads(zero) || zero->store->accumulate; }
 
+bool zpp_zero_reduces(const zpp_zero *zero) { return !zpp_zero_keeps_local_grads(zero); }
+
 bool zpp_zero_reduces_each_backward(const zpp_zero *zero) {
     return zero->store->each_backward;
 }

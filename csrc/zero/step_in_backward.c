@@ -314,10 +314,6 @@ void zpp_step_in_backward_begin(zpp_step_in_backward *self, struct zpp_optim_seg
     zpp_zero_keep_grads(self->stepper->zero);
 }
 
-static bool is_alone(const zpp_step_in_backward *self) {
-    return zpp_zero_ranks(self->stepper->zero) == 1;
-}
-
 static void step_reduced(zpp_step_in_backward *self) {
     while (!self->raised) {
         void *token = begin_long(self);
@@ -340,7 +336,7 @@ zpp_status zpp_step_in_backward_grad(zpp_step_in_backward *self, int unit, size_
     own->seen[param] = 1;
     const bool complete = own->missing == 0 && !own->partial && zpp_zero_used_once(self->stepper->zero, unit);
     if (complete && !make_final(self, unit)) return result_of(self, err);
-    if (!is_alone(self)) step_reduced(self);
+    if (zpp_zero_reduces(self->stepper->zero)) step_reduced(self);
     else if (complete) step_unit(self, unit);
     if (!self->raised) poll_states(self);
     return result_of(self, err);
@@ -349,8 +345,8 @@ zpp_status zpp_step_in_backward_grad(zpp_step_in_backward *self, int unit, size_
 zpp_status zpp_step_in_backward_close(zpp_step_in_backward *self, struct zpp_err *err) {
     if (!self->open) return ZPP_OK;
     self->raised = false;
-    if (!is_alone(self)) step_reduced(self);
-    for (int i = self->stepper->units_count - 1; is_alone(self) && i >= 0 && !self->raised; i--)
+    if (zpp_zero_reduces(self->stepper->zero)) step_reduced(self);
+    for (int i = self->stepper->units_count - 1; !zpp_zero_reduces(self->stepper->zero) && i >= 0 && !self->raised; i--)
         if (core_of(self, i)->trainable) step_unit(self, i);
     self->open = false;
     self->pending = self->stepped || self->failed;

@@ -242,6 +242,8 @@ const void *zpp_zero_held_grad(const zpp_zero *zero, int unit, const uint8_t **t
 uint64_t zpp_zero_origins(const zpp_zero *zero, int unit);
 /* True if gradients are given to zpp_zero_grad; else (one rank, memory) they stay with the caller. */
 bool zpp_zero_takes_grads(const zpp_zero *zero);
+/* False: one rank whose shards are where it computes, so its own gradients are the reduced ones. */
+bool zpp_zero_reduces(const zpp_zero *zero);
 /* True if gradients are to be reduced in every backward of a step, because held back they would fill the memory. */
 bool zpp_zero_reduces_each_backward(const zpp_zero *zero);
 zpp_dtype zpp_zero_grad_dtype(const zpp_zero *zero, int unit);

@@ -116,8 +116,8 @@ def test_states_on_disk_have_the_bits_of_those_in_memory() -> None:
 @on_ranks(2, devices=("sim",))
 @pytest.mark.parametrize(
     "stage, offload",
-    [(0, {}), (3, {"params": "device"}), (3, {"optimizer": "device"}), (3, {"delayed_update": 0})],
-    ids=["stage 0", "params on the device", "optimizer on the device", "delayed"],
+    [(0, {}), (3, {"params": "device"}), (3, {"optimizer": "device"})],
+    ids=["stage 0", "params on the device", "optimizer on the device"],
 )
 def test_what_does_not_work_yet_is_named(stage: int, offload: dict[str, Any]) -> None:
     with pytest.raises(zeropp.ConfigError, match=r"not supported yet; |needs|stage"):

@@ -68,13 +68,12 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
         _refuse(device, "training on several hosts is", "use one host")
     if not shards_on_device(config, device):
         _check_offload(config, device)
+    there = shards_on_device(config, device)
     others = {
         "Offload(activations='nvme')": tier_of(config, "activations").kind == "nvme",
-        "Offload(grads='nvme')": tier_of(config, "grads").kind == "nvme",
-        "Offload(delayed_update=)": config.offload.delayed_update is not None,
-        "Config(step_in_backward=True)": config.step_in_backward,
+        "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
         "Comm(params=) other than 'exact'": config.comm.params != "exact",
-        "Comm(grads=) other than 'exact'": config.comm.grads != "exact",
+        "Comm(grads=) other than 'exact' with shards there": there and config.comm.grads != "exact",
         "Precision(stored=)": config.stored_name is not None,
         "Precision(master='bf16') with shards there": shards_on_device(config, device) and config.master_name == "bf16",
     }
