@@ -84,6 +84,15 @@ struct zpp_pinned {
     size_t count, capacity, bytes;
 };
 
+/* Page-locked memory through which units in a file go up to the accelerator (placement/nvme_up.c). */
+enum { ZPP_STAGINGS = 2 };
+struct zpp_staging {
+    unsigned char *memory[ZPP_STAGINGS];
+    zpp_event *copied[ZPP_STAGINGS]; /* the last copy from it is over */
+    size_t bytes;                    /* of each: the largest unit */
+    int next;
+};
+
 struct zpp_grad_block;
 struct zpp_grad_blocks {
     struct zpp_grad_block **all;
@@ -120,6 +129,7 @@ struct zpp_zero {
     unsigned char *resident;    /* whole units that stay, there */
     size_t resident_bytes;
     struct zpp_pinned pinned;
+    struct zpp_staging staging;
 
     zpp_comm *intranode; /* hpZ: the ranks of this host; NULL without */
     unsigned char *secondary;

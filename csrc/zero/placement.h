@@ -13,6 +13,7 @@
  *   on_device     a shard a rank, in memory of an accelerator          copies of the peers' shards
  *   on_device_whole   in memory of every rank's accelerator, whole     never; after a step, the others' shards
  *   nvme          in a file that the ranks of a host share             a read of the whole unit
+ *   nvme_up       the same, and whole on an accelerator                the same, then a copy to the accelerator
  *   nvme_net      in a file a rank, of its shards, on several hosts    a read of the shard, then an all-gather
  *
  * A gather costs one indirect call for each of acquire, gather, wait and complete, a release one; none is made for an
@@ -86,7 +87,7 @@ static inline unsigned char *zpp_unit_shard_of_whole(const struct zpp_unit *unit
 
 extern const struct zpp_placement zpp_placement_replicated, zpp_placement_host_shared, zpp_placement_sharded,
     zpp_placement_sharded_net, zpp_placement_nvme, zpp_placement_nvme_net, zpp_placement_offloaded,
-    zpp_placement_offloaded_whole, zpp_placement_on_device, zpp_placement_on_device_whole;
+    zpp_placement_nvme_up, zpp_placement_offloaded_whole, zpp_placement_on_device, zpp_placement_on_device_whole;
 
 /* For placements whose whole units lie in the coordinator's range of addresses, or in its backing (sharded.c). */
 void zpp_range_lay_out(zpp_zero *zero, struct zpp_unit *unit);
@@ -110,6 +111,9 @@ void zpp_wrapped_fini(zpp_zero *zero);
 /* For placements in a file (nvme.c): in the file `zero->unit_file`, elements [first, first + elems) of the unit. */
 zpp_status zpp_file_lay_out(zpp_zero *zero, struct zpp_unit *unit, size_t first_elem, size_t elems,
                             struct zpp_err *err);
+/* A file that the ranks of a host share: all of the unit. */
+zpp_status zpp_file_lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+void zpp_file_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
 bool zpp_file_reads(const zpp_zero *zero);
 /* The quantised copy of the unit, where the file keeps them. */
 zpp_status zpp_file_keep_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);

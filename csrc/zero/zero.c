@@ -21,6 +21,7 @@ static bool shards_on_device(const struct zpp_zero_options *options) {
 /* With an accelerator. */
 static const struct zpp_placement *placement_on_accelerator(const zpp_zero *zero, enum zpp_place place) {
     const bool moves = place == ZPP_PLACE_SHARD;
+    if (place == ZPP_PLACE_FILE) return &zpp_placement_nvme_up;
     if (shards_on_device(&zero->options)) return moves ? &zpp_placement_on_device : &zpp_placement_on_device_whole;
     return moves ? &zpp_placement_offloaded : &zpp_placement_offloaded_whole;
 }
@@ -60,10 +61,6 @@ static zpp_status check_accelerator(const struct zpp_zero_options *options, stru
         return zpp_fail(err, ZPP_NOT_BUILT,
                         "zero: stage 0 with shards beside an accelerator is not supported yet; use stage 1, 2 or 3, "
                         "or keep shards on the accelerator");
-    if (options->params_fraction > 0.0)
-        return zpp_fail(err, ZPP_NOT_BUILT,
-                        "zero: parameters in a file are not supported on an accelerator yet; use "
-                        "Offload(params=\"cpu\")");
     return ZPP_OK;
 }
 

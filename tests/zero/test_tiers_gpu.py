@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -120,3 +121,31 @@ def test_gradients_in_fewer_bits(bits: str) -> None:
     assert all(
         one == of_all_ranks(found[1])[0][name].tolist() for name, one in ((k, v.tolist()) for k, v in found[1].items())
     )
+
+
+@on_ranks(1, 2, devices=("sim-lazy", "sim"))
+@pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=SELDOM)])
+def test_parameters_in_a_file(fraction: float) -> None:
+    with scratch() as nvme:
+        tier = dataclasses.replace(nvme, fraction=fraction)
+        found = trained({"params": tier, "optimizer": nvme})
+    assert_same(found, trained(on_host(3)))
+
+
+@on_ranks(1, 2, devices=("sim-lazy",))
+@pytest.mark.parametrize(
+    "precision, options",
+    [("bf16", {"step_in_backward": True}), (None, {"prefetch": 0}), pytest.param("bf16", {}, marks=SELDOM)],
+    ids=["in the backward", "without prefetch", "bf16"],
+)
+def test_parameters_in_a_file_with(precision: str | None, options: dict[str, Any]) -> None:
+    with scratch() as nvme:
+        found = trained({"params": nvme, "optimizer": nvme, "grads": "device"}, precision=precision, **options)
+    assert_same(found, trained(on_host(3), precision=precision))
+
+
+@on_ranks(2, devices=("sim-lazy",))
+def test_everything_in_files_and_delayed() -> None:
+    with scratch() as nvme:
+        found = trained({"params": nvme, "optimizer": nvme, "grads": nvme, "delayed_update": 1})
+    assert_same(found, trained(on_host(3, delayed_update=1)))

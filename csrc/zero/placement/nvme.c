@@ -80,7 +80,7 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
 }
 
 /* The ranks share what they read from the file, as long as they are at the same unit. */
-static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
+void zpp_file_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     struct zpp_unit_file_figures seen;
     const size_t sharers = (size_t)(zero->options.copy ? zpp_comm_ranks(zero->options.copy) : zero->ranks);
     size_t readers = sharers; /* of one unit, at least: a bound where groups differ */
@@ -96,7 +96,7 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
 /* The file has each part of the unit, one after the other. */
-static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+zpp_status zpp_file_lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (int part = 0; part < unit->group->parts && status == ZPP_OK; part++) {
         int index;
@@ -177,8 +177,8 @@ static zpp_status open_shard(zpp_zero *zero, struct zpp_unit *unit, const struct
 
 const struct zpp_placement zpp_placement_nvme = {
     .name = "nvme", .moves = true, .in_file = true, .keeps = true,
-    .open = open_streams, .seal = seal, .reads = zpp_file_reads, .count_memory = count_memory,
-    .lay_out = lay_out, .locate = locate,
+    .open = open_streams, .seal = seal, .reads = zpp_file_reads, .count_memory = zpp_file_count_memory,
+    .lay_out = zpp_file_lay_out_whole, .locate = locate,
     .acquire = acquire, .release = release,
     .gather = gather, .complete = complete,
     .keep_shard = keep_shard,
@@ -187,7 +187,7 @@ const struct zpp_placement zpp_placement_nvme = {
 
 static const struct zpp_placement held_in_memory = {
     .name = "nvme, held in memory", .in_file = true,
-    .lay_out = lay_out, .locate = locate,
+    .lay_out = zpp_file_lay_out_whole, .locate = locate,
     .keep_shard = zpp_file_keep_qcopy, /* it quantises */
     .write_begin = zpp_file_write_begin, .write_wait = zpp_file_write_wait,
 };

@@ -91,7 +91,7 @@ def _check_offload(config: Config, device: torch.device) -> None:
             device, f"an optimizer that steps there beside parameters on {params!r} is",
             "keep both on the host, as in Offload(params='cpu', optimizer='cpu'), or neither",
         )  # fmt: skip
-    if config.stage == 3 and params != "cpu":
+    if config.stage == 3 and params == "device":
         _refuse(
             device, f"shards of parameters on {params!r} beside states on {states!r} are",
             "keep both on the host, as in Offload(params='cpu', optimizer='cpu'), or neither",

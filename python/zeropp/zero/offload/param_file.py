@@ -43,6 +43,7 @@ class ParamFile(FileStore, ParamStore):
         self.fraction, self.storage, self._zero = float(tier.fraction), storage, engine.core
         self.in_memory, self._checksums = tier.kind != "nvme", tier.checksums
         several_hosts = engine.comm is not None and engine.comm.hosts > 1
+        self._on_device = engine.offloads  # units are whole there: each rank copies them up from what the host read
         self._owners = engine.ranks if several_hosts and not self.copy_each_host else 0  # of a file each
         self.shared = not self._owners
         """True if the file, and what is read from it, is one for all ranks of the host."""
@@ -100,7 +101,7 @@ class ParamFile(FileStore, ParamStore):
             super().close()
 
     def shares(self, unit: Unit) -> bool:
-        return self.shared
+        return self.shared and not self._on_device
 
     def writes(self, rank: int) -> bool:
         return rank == self._writer
