@@ -9,7 +9,8 @@
 #   make fuzz     every tests/fuzz/*.c for FUZZ_SECONDS (20)
 #   make bench    benchmarks against torch, gloo, DeepSpeed; NAME=... picks some
 #   make wheel    a cp310-abi3 wheel in dist/, with CUDA kernels for sm_75 to sm_120
-#   make wheels   the wheels of a release: manylinux_2_28 for x86-64 and aarch64, with a compiler from PyPI
+#   make wheels   the wheels of a release: manylinux_2_28 for x86-64 and aarch64, with a compiler from PyPI; TWICE=1 builds
+#                 them again in a clone and compares the bytes
 #   make release VERSION=x.y.z  checks, builds and tries the wheels of a release, and tags it
 #   make docs     the documentation site in site/
 #   make clean    what builds made (not .venv, not out/)
@@ -19,7 +20,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 FUZZ_SECONDS ?= 20
-export PYTHON TORCH_INDEX CC
+export PYTHON TORCH_INDEX
 
 INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
 
@@ -72,7 +73,7 @@ wheel: $(VENV)/.installed-test $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
 	@ls dist/zeropp-*.whl
 
 wheels: $(VENV)/.installed-wheels $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
-	$(PY) scripts/wheels.py
+	$(PY) scripts/wheels.py $(if $(TWICE),--twice)
 
 release: $(VENV)/.installed-wheels $(if $(HAVE_NVCC),,$(VENV)/.installed-cuda)
 	$(PY) scripts/release.py $(VERSION) $(if $(AARCH64_PYTHON),--aarch64-python $(AARCH64_PYTHON))

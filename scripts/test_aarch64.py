@@ -65,6 +65,7 @@ def main() -> int:
             raise
         print(f"aarch64: skipped, Debian's libraries cannot be had: {unreachable}")
         return 0
+    os.environ.pop("CC", None)  # the compiler is ziglang, whatever the machine's is called
     programs = list(SAMPLE) if programs == ["--sample"] else programs
     only = ["--only", *programs] if programs else []
     return subprocess.run(
