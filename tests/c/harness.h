@@ -15,12 +15,25 @@
 #ifndef ZPP_TESTS_HARNESS_H
 #define ZPP_TESTS_HARNESS_H
 
+#include <dlfcn.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "../../csrc/base/status.h"
+
+#ifdef TEST_MACHINE_BYTES
+/* In emulation the machine has this much memory. Arenas have the size of the machine's memory and cost addresses alone,
+ * but the emulator keeps a record of every page of addresses: five ranks with arenas of 24 GiB made it take 7 GiB. */
+long sysconf(int name) {
+    long (*next)(int);
+    void *symbol = dlsym(RTLD_NEXT, "sysconf");
+    memcpy(&next, &symbol, sizeof next);
+    return name == _SC_PHYS_PAGES ? TEST_MACHINE_BYTES / next(_SC_PAGESIZE) : next(name);
+}
+#endif
 
 #if defined(__SANITIZE_THREAD__)
 #define ZPP_UNDER_TSAN 1

@@ -35,6 +35,7 @@ PRODUCT = ("base", "ops", "comm", "aio", "zero")
 TIME_LIMIT_S = 600  # TSan is 20 times slower than plain
 ARCHIVER = [sys.executable, "-m", "ziglang", "ar"] if build.TARGET else ["ar"]
 EMULATOR = shlex.split(os.environ.get("ZEROPP_EMULATOR", ""))  # runs programs of another architecture
+EMULATED_MACHINE = ["-DTEST_MACHINE_BYTES=(1L << 30)"] if EMULATOR else []  # harness.h
 WRONG = "-fno-sanitize-recover=all -fno-omit-frame-pointer".split()
 FLAVORS = {
     "plain": ["-O2", "-g"],
@@ -81,8 +82,9 @@ class Flavor:
         page_bytes = os.sysconf("SC_PAGESIZE")
         pages = [] if page_bytes == 4096 else [f"-DTEST_PAGE_BYTES={page_bytes}"]
         self.builder = build.Builder(self.folder, [*FLAVORS[name], *pages])
+        self.programs = build.Builder(self.folder, [*FLAVORS[name], *pages, *EMULATED_MACHINE])
         if name == "fuzz":
-            self.builder.cc = ["clang"]
+            self.builder.cc = self.programs.cc = ["clang"]
         self.product = self.folder / "product.a"
 
     def compile_product(self) -> None:
@@ -117,7 +119,7 @@ class Flavor:
     def link(self, source: Path) -> Path:
         """Link the program of one test, again whenever an object is newer."""
         target = self.folder / source.stem
-        made = self.builder.c_object(source)
+        made = self.programs.c_object(source)
         inputs = [made, self.product]
         if not target.exists() or any(path.stat().st_mtime_ns > target.stat().st_mtime_ns for path in inputs):
             mode = ["-fsanitize=fuzzer,address,undefined" if flag.startswith("-fsanitize=fuzzer") else flag
