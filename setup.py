@@ -256,9 +256,10 @@ class Builder:
         self.identity = quietly([*self.cc, "--version"]) or ""
 
     def make(
-        self, target: Path, command: list[str], name: str, check: Callable[[str], None] = lambda output: None
-    ) -> Path:
-        stamp = shlex.join(command) + "\n" + self.identity
+        self, target: Path, command: list[str], name: str, check: Callable[[str], None] = lambda output: None,
+        identity: str = "",
+    ) -> Path:  # fmt: skip
+        stamp = shlex.join(command) + "\n" + (identity or self.identity)
         if not up_to_date(target, stamp):
             target.parent.mkdir(parents=True, exist_ok=True)
             sys.stdout.write(f"  {name}\n")  # one write: print makes two, and compilers run side by side
@@ -288,7 +289,8 @@ class Builder:
         flags = [*arch, "-O3", "-std=c++17", "-fmad=false", "--threads=2", "-Werror=all-warnings", "-Xptxas=-v"]
         outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(relative), "-o", str(target)]
         name = f"{relative} (for {len(arch) - 1} kinds of GPU, and PTX)"
-        return self.make(target, [nvcc, *flags, *outputs], name, refuse_spills)
+        # nvcc calls this machine's compiler for its headers, whatever the target: builds for all targets share images.
+        return self.make(target, [nvcc, *flags, *outputs], name, refuse_spills, quietly(["cc", "--version"]) or nvcc)
 
     def embedded(self, nvcc: str, arch: list[str], images: list[tuple[Path, Path]]) -> list[Path]:
         """Objects that hold the fat binaries and the table of them, which csrc/base/cuda_images.h declares."""

@@ -5,7 +5,8 @@
 
 The wheel of this machine's architecture is installed in an empty virtual environment, beside the torch of this Python,
 and runs examples/quickstart.py there. The one for aarch64 does so with PYTHON: an aarch64 interpreter that has torch and
-that this machine can run, such as a script that starts one in an emulated root. Without it nothing is tagged.
+that this machine can run (scripts/aarch64_root.py makes one, in emulation). Without it nothing is tagged. The wheels
+are built twice, in two folders, and have to be equal bit for bit.
 Nothing is pushed and nothing is uploaded: the last lines say how.
 """
 
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 from debian import call
@@ -59,13 +62,20 @@ def empty_environment(python: str, folder: Path) -> Path:
     return made
 
 
-def try_wheel(wheel: Path, python: str, folder: Path) -> str:
-    """Install a wheel in an empty environment, run the quickstart away from this tree; return where zeropp came from."""
-    made = str(empty_environment(python, folder))
-    call([made, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel)])
+def try_wheel(wheel: Path, python: str, folder: Path, emulated: bool = False) -> str:
+    """Install a wheel in an empty environment, run the quickstart away from this tree; return where zeropp came from.
+
+    An environment cannot be made of an interpreter that a script starts (``emulated``): it gets the wheel unpacked.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if emulated:
+        made, variables["PYTHONPATH"] = python, str(folder)
+        zipfile.ZipFile(wheel).extractall(folder)
+    else:
+        made = str(empty_environment(python, folder))
+        call([made, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel)])
     code = "import zeropp, runpy; print(zeropp.__file__); "
     code += f"runpy.run_path({str(ROOT / 'examples' / 'quickstart.py')!r}, run_name='__main__')"
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([made, "-c", code], cwd=folder, env=variables, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         sys.exit(f"{wheel.name}: the quickstart fails in an empty environment\n{done.stdout}{done.stderr}")
@@ -82,9 +92,10 @@ def main() -> int:
     parser.add_argument("--no-tag", action="store_true", help="check everything, set no tag")
     parser.add_argument("--aarch64-python", metavar="PYTHON")
     options = parser.parse_args()
+    options.out = options.out.resolve()
     if faults := tree_faults(ROOT, options.version):
         sys.exit("\n".join(faults))
-    print(call([sys.executable, "scripts/wheels.py", "--out", str(options.out)]), end="")
+    print(call([sys.executable, "scripts/wheels.py", "--twice", "--out", str(options.out)]), end="")
     pythons = {"x86_64": sys.executable, "aarch64": options.aarch64_python}
     for machine, python in pythons.items():
         (wheel,) = options.out.glob(f"zeropp-{options.version}-*_{machine}.whl")
@@ -92,7 +103,7 @@ def main() -> int:
             print(f"{wheel.name}: not tried; --aarch64-python names an interpreter that runs it")
             continue
         with tempfile.TemporaryDirectory(prefix="zeropp-release-") as folder:
-            try_wheel(wheel, python, Path(folder))
+            try_wheel(wheel, python, Path(folder).resolve(), emulated=machine != platform.machine())
         print(f"{wheel.name}: runs the quickstart in an empty environment")
     if options.no_tag or not options.aarch64_python:
         print(f"v{options.version} is not tagged")

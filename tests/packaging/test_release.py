@@ -6,20 +6,61 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 
-@pytest.fixture
-def release(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(root / "scripts"))
-    spec = importlib.util.spec_from_file_location("release", root / "scripts" / "release.py")
+def script(root: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, root / "scripts" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def release(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    return script(root, "release")
+
+
+@pytest.fixture
+def wheels(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    return script(root, "wheels")
+
+
+def write_wheel(path: Path, mode: int = 0o644, second: int = 0, **files: str) -> Path:
+    with zipfile.ZipFile(path, "w") as made:
+        for name, text in files.items():
+            entry = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, second))
+            entry.external_attr = mode << 16
+            made.writestr(entry, text)
+    return path
+
+
+def test_what_differs_between_two_builds_is_named(wheels: ModuleType, tmp_path: Path) -> None:
+    first = write_wheel(tmp_path / "a", module="1", text="same", gone="")
+    second = write_wheel(tmp_path / "b", module="2", text="same")
+    assert wheels.differences(first, second) == [
+        "gone is in one build only",
+        "module: other bytes in the second build",
+    ]
+    later = write_wheel(tmp_path / "c", second=2, module="1", text="same", gone="")
+    assert wheels.differences(first, later)[0] == "gone: another time or mode in the second build"
+
+
+def test_a_wheel_does_not_depend_on_the_umask(wheels: ModuleType, tmp_path: Path) -> None:
+    made = []
+    for mode in (0o600, 0o664):
+        built = write_wheel(tmp_path / f"built-{mode}", mode, **{"zeropp/_C.abi3.so": "c", "zeropp/errors.py": "e"})
+        wheels.fix_modes(built, tmp_path / f"{mode}.whl")
+        made.append(tmp_path / f"{mode}.whl")
+    assert wheels.differences(*made) == []
+    assert [entry.external_attr >> 16 for entry in zipfile.ZipFile(made[0]).infolist()] == [0o100755, 0o100644]
 
 
 @pytest.fixture
