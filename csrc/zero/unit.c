@@ -13,7 +13,7 @@
 #include "internal.h"
 #include "placement.h"
 
-enum { PARAM_ALIGN_BYTES = 64, LARGE_SHARD_BYTES = 256 * 1024, LARGE_SHARD_ALIGN_BYTES = 4096 };
+enum { PARAM_ALIGN_BYTES = 64, LARGE_SHARD_BYTES = 256 * 1024, LARGE_SHARD_ALIGN_BYTES = ZPP_BLOCK_BYTES };
 enum { PAGE_ALIGNED_BYTES = 64 * 1024 }; /* units of this size begin at a page */
 
 /* --- layout ------------------------------------------------------------------------------------------------------- */
