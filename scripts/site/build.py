@@ -35,6 +35,7 @@ LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cu": "cuda", ".yaml": "yam
 GUIDES = {
     "Start": {
         "What it is": "README.md",
+        "Install, first run, first script": "docs/start.md",
         "What fits together": "docs/compatibility.md",
         "Errors and what to do": "docs/errors.md",
         "Terms": "docs/glossary.md",
@@ -42,12 +43,14 @@ GUIDES = {
     "Guides": {
         "How parameters are gathered": "docs/units.md",
         "Models larger than memory": "docs/offload.md",
+        "From DDP": "docs/from-ddp.md",
         "From FSDP": "docs/from-fsdp.md",
         "From DeepSpeed": "docs/from-deepspeed.md",
         "Hugging Face Trainer": "docs/hf.md",
         "TRL": "docs/trl.md",
         "Accelerate": "docs/accelerate.md",
         "Lightning and Fabric": "docs/lightning.md",
+        "Ray": "docs/ray.md",
         "Several hosts": "docs/hosts.md",
         "SLURM": "docs/slurm.md",
         "Kubernetes": "docs/kubernetes.md",
@@ -55,12 +58,13 @@ GUIDES = {
         "Data efficiency": "docs/efficiency.md",
         "Mixtures of experts": "docs/moe.md",
         "Pipelines, tensors, sequences": "docs/parallel.md",
-        "Checkpoints": "docs/checkpoint-format.md",
+        "Checkpoints": "docs/checkpoints.md",
         "Looking inside a run": "docs/introspection.md",
     },
 }
 PROJECT = {
     "Papers": "docs/papers.md",
+    "Checkpoints on disk": "docs/checkpoint-format.md",
     "Known failures, and the tests against them": "docs/failure-modes.md",
     "Other projects' tests": "docs/conformance.md",
     "Changes": "docs/CHANGELOG.md",

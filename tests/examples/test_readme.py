@@ -56,6 +56,15 @@ def test_the_example_runs(ranks, tmp_path):
     assert (tmp_path / "out" / "quickstart" / "latest").read_text() == "step-20\n"
 
 
+def test_the_first_script_runs(tmp_path):
+    """docs/start.md's script, as one process."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "start.md").read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, timeout=200, env=ENVIRONMENT, cwd=tmp_path
+    )
+    assert done.stdout == "10\n", done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_exists(page):
     text = (ROOT / page).read_text()

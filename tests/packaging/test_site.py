@@ -69,12 +69,48 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_search_works_in_files(site: Path, browser: Any, width: int) -> None:
+def watched(browser: Any, width: int) -> tuple[Any, list[str]]:
+    """Return a page of that width, and the list of what it complains about."""
     page = browser.new_page(viewport={"width": width, "height": 900})
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
     page.on("requestfailed", lambda request: said.append(request.url))
+    return page, said
+
+
+GUIDES = {
+    "start": "First script", "from-ddp": "What differs", "from-fsdp": "What differs", "from-deepspeed": "DeepSpeed",
+    "hf": "Trainer", "trl": "TRL", "accelerate": "Accelerate", "lightning": "Fabric", "ray": "prepare_model",
+    "slurm": "sbatch", "kubernetes": "Job", "offload": "NVMe", "hosts": "TCP", "checkpoints": "Check, and take elsewhere",
+    "errors": "Every status", "versions": "Tried",
+}  # fmt: skip
+
+
+def test_every_guide_is_in_the_navigation_and_opens(site: Path, browser: Any) -> None:
+    page, said = watched(browser, 1280)
+    page.goto((site / "index.html").as_uri())
+    in_navigation = page.evaluate("[...document.querySelectorAll('.md-nav__link')].map(link => link.href || '')")
+    for name, words in GUIDES.items():
+        assert any(target.endswith(f"docs/{name}.html") for target in in_navigation), name
+        page.goto((site / "docs" / f"{name}.html").as_uri())
+        article = page.locator("article")
+        assert words in article.inner_text(), name
+    assert said == []
+
+
+@pytest.mark.parametrize("name", ["index", "docs/offload", "docs/papers", "docs/reference/zeropp", "measured"])
+def test_no_page_is_wider_than_a_phone(site: Path, browser: Any, name: str) -> None:
+    """Wide tables and code scroll inside of the page; the page itself does not."""
+    page, said = watched(browser, 390)
+    page.goto((site / f"{name}.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert said == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_search_works_in_files(site: Path, browser: Any, width: int) -> None:
+    page, said = watched(browser, width)
     page.goto((site / "index.html").as_uri())
     page.keyboard.press("/")
     page.wait_for_timeout(500)
