@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import itertools
 import logging
 import math
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack
 
 from zeropp import _C
 from zeropp.comm.rendezvous import PatientStore, rendezvous
@@ -27,6 +27,7 @@ _log = logging.getLogger("zeropp")
 DTYPE_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_C.COMM_DTYPES)}
 OP_CODES: dict[str, int] = {name: code for code, name in enumerate(_C.COMM_OPS)}
 BYTES = DTYPE_CODES[torch.uint8]
+_DLPACK_CPU = 1
 _GATHER, _SCATTER = _C.COMM_COLLECTIVES["gather"], _C.COMM_COLLECTIVES["scatter"]
 
 _lock = threading.Lock()  # guards the four below
@@ -206,9 +207,11 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def _tensor_of(block: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over a block, which lives as long as the tensor's storage."""
-    memory = (ctypes.c_uint8 * block.bytes).from_address(block.address)
-    memory._block = block
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    code = DTYPE_CODES.get(dtype)
+    kind, itemsize = (BYTES, 1) if code is None else (code, dtype.itemsize)
+    memory = _C.memory_capsule(block, block.address, block.bytes // itemsize, kind, _DLPACK_CPU, 0)
+    elems: torch.Tensor = from_dlpack(memory)
+    return (elems.view(dtype) if code is None else elems).view(shape)
 
 
 def arena_tensor(comm: Any, shape: Sequence[int], dtype: torch.dtype, here: bool = False) -> torch.Tensor:

@@ -147,8 +147,19 @@ def _gather(
 ) -> tuple[Tensor, RowPlan]:
     """The dispatch within this host."""
     here = experts // one.ranks * one.here if way is not None else experts
-    rows, *parts = torch.ops.zeropp.moe_rows_dispatch.default(hidden, chosen, here, one.number, layer)
+    run = _run_dispatch if _is_unwatched(hidden) else torch.ops.zeropp.moe_rows_dispatch.default
+    rows, *parts = run(hidden, chosen, here, one.number, layer)
     return rows, RowPlan._make([*parts, one, way])
+
+
+def _is_unwatched(*tensors: Tensor) -> bool:
+    """Return True where nothing looks at operators: no gradient, no compiler, no mode. The call behind one then comes without torch's
+    dispatcher, which costs more than a token's rows."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tensor:
@@ -195,7 +206,7 @@ def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tenso
 
 def _sum(rows: Tensor, plan: RowPlan, weights: Tensor, weighted: bool) -> Tensor:
     """The combine within this host."""
-    op = torch.ops.zeropp.moe_rows_combine.default
+    op = _run_combine if _is_unwatched(rows, weights, plan.anchor) else torch.ops.zeropp.moe_rows_combine.default
     numbers = (plan.anchor, plan.taken, plan.slots, plan.numbers, weighted, plan.exchange.number)
     result = op(rows.contiguous(), weights, *numbers)
     assert isinstance(result, Tensor)
