@@ -451,19 +451,14 @@ static void free_capsule(PyObject *capsule) {
     managed->deleter(managed);
 }
 
-static PyObject *engine_alloc(PyObject *self, PyObject *args) {
-    Engine *engine = (Engine *)self;
-    Py_ssize_t bytes;
+PyObject *zpp_py_aio_tensor(zpp_aio_arena *arena, size_t bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
-    if (!PyArg_ParseTuple(args, "n:alloc", &bytes) || !usable(engine)) return NULL;
     struct arena_tensor *tensor = calloc(1, sizeof *tensor);
     if (!tensor) return PyErr_NoMemory();
-    tensor->arena = zpp_aio_get_arena(engine->aio);
-    ++engine->users;
+    tensor->arena = arena;
     PyThreadState *state = PyEval_SaveThread();
-    const zpp_status status = zpp_aio_arena_alloc(tensor->arena, (size_t)bytes, &tensor->managed.tensor.data, &err);
+    const zpp_status status = zpp_aio_arena_alloc(arena, bytes, &tensor->managed.tensor.data, &err);
     PyEval_RestoreThread(state);
-    --engine->users;
     if (status != ZPP_OK) {
         free(tensor);
         return zpp_py_raise(&err);
@@ -474,13 +469,23 @@ static PyObject *engine_alloc(PyObject *self, PyObject *args) {
     view->dtype.code = DL_UINT;
     view->dtype.bits = 8;
     view->dtype.lanes = 1;
-    tensor->shape[0] = bytes;
+    tensor->shape[0] = (int64_t)bytes;
     tensor->strides[0] = 1;
     view->shape = tensor->shape;
     view->strides = tensor->strides;
     tensor->managed.deleter = free_tensor;
     PyObject *capsule = PyCapsule_New(&tensor->managed, "dltensor", free_capsule);
     if (!capsule) free_tensor(&tensor->managed);
+    return capsule;
+}
+
+static PyObject *engine_alloc(PyObject *self, PyObject *args) {
+    Engine *engine = (Engine *)self;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "n:alloc", &bytes) || !usable(engine)) return NULL;
+    ++engine->users;
+    PyObject *capsule = zpp_py_aio_tensor(zpp_aio_get_arena(engine->aio), (size_t)bytes);
+    --engine->users;
     return capsule;
 }
 

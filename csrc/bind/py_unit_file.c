@@ -220,6 +220,16 @@ static PyObject *begin_part(PyObject *self, PyObject *args) {
     return NULL;
 }
 
+/* part_memory(bytes) -> capsule of DLPack, or None where there is no engine. */
+static PyObject *part_memory(PyObject *self, PyObject *args) {
+    Py_ssize_t bytes;
+    zpp_unit_file *unit_file = unit_file_of(self);
+    if (!unit_file || !PyArg_ParseTuple(args, "n", &bytes)) return NULL;
+    zpp_aio_arena *arena = zpp_unit_file_part_arena(unit_file);
+    if (!arena) Py_RETURN_NONE;
+    return zpp_py_aio_tensor(arena, (size_t)bytes);
+}
+
 /* end_part(part): its elements are in memory. */
 static PyObject *end_part(PyObject *self, PyObject *capsule) {
     (void)self;
@@ -309,6 +319,8 @@ PyMethodDef zpp_py_unit_file_methods[] = {
     { "copy_params", copy_params, METH_VARARGS, "copy_params(unit, first, elems, address, write)" },
     { "begin_part", begin_part, METH_VARARGS,
       "begin_part(unit, first, elems, address, keep) -> part: begin to read elements of a unit's flat buffer." },
+    { "part_memory", part_memory, METH_VARARGS,
+      "part_memory(bytes) -> a DLPack capsule of uint8 that parts are read to without looking up pages, or None." },
     { "end_part", end_part, METH_O, "end_part(part): its elements are in memory." },
     { "params_figures", params_figures, METH_NOARGS, "Bytes and times." },
     { "set_grads_fraction", set_grads_fraction, METH_O, "This share of the gradients lives in a file." },

@@ -39,5 +39,7 @@ void zpp_py_wait_init(struct zpp_wait *wait, uint64_t timeout_ns);
 /* py_aio.c: names of at most ZPP_AIO_PARTS folders out of a tuple of bytes, which they are borrowed from. False: an
  * exception is set. */
 bool zpp_py_aio_folders(PyObject *tuple, const char **out, unsigned *count);
+/* py_aio.c: a DLPack capsule of uint8 [bytes] in an engine's arena, which the engine has to outlive this call only. */
+PyObject *zpp_py_aio_tensor(zpp_aio_arena *arena, size_t bytes);
 
 #endif

@@ -107,6 +107,8 @@ typedef struct zpp_unit_file_part zpp_unit_file_part;
 zpp_status zpp_unit_file_part_begin(zpp_unit_file *unit_file, int unit, size_t offset_bytes, void *memory,
                                     size_t bytes, zpp_unit_file_part **out, struct zpp_aio_fault *fault,
                                     struct zpp_err *err);
+/* Where memory for parts comes from that the engine knows: reads then need not look up its pages. NULL: no engine. */
+zpp_aio_arena *zpp_unit_file_part_arena(const zpp_unit_file *unit_file);
 /* Wait, and free the part: the values are at `memory`. NULL is fine. */
 zpp_status zpp_unit_file_part_end(zpp_unit_file_part *part, struct zpp_aio_fault *fault, struct zpp_err *err);
 

@@ -102,6 +102,10 @@ zpp_status zpp_unit_file_part_begin(zpp_unit_file *unit_file, int index, size_t 
     return status;
 }
 
+zpp_aio_arena *zpp_unit_file_part_arena(const zpp_unit_file *unit_file) {
+    return unit_file->file.aio ? zpp_aio_get_arena(unit_file->file.aio) : NULL;
+}
+
 zpp_status zpp_unit_file_part_end(zpp_unit_file_part *part, struct zpp_aio_fault *fault, struct zpp_err *err) {
     if (!part) return ZPP_OK;
     zpp_status status = zpp_scratch_finish(&part->requests[0], fault, err);

@@ -25,7 +25,7 @@ from zeropp.errors import ConfigError
 from zeropp.moe.exchange import Exchange, combine, dispatch, through
 from zeropp.moe.layer import Experts
 from zeropp.moe.on_demand import DemandLayer
-from zeropp.moe.products import swiglu_experts
+from zeropp.moe.products import swiglu_expert, swiglu_experts
 
 NAME = "zeropp"
 DISPATCHES = "ep_dispatch_experts"
@@ -151,7 +151,11 @@ class ExpertsForward:
         if self.demand is None or torch.is_grad_enabled():
             return outputs_of(module, self._compute, rows, ends, self.exchange)
         outputs = self.exchange.empty(rows.shape[0], rows.shape[1], rows.dtype)
+        plain = not isinstance(module, Experts) and _is_swiglu(module, rows)
         for values, part in self.demand.each(ends):
+            if plain:  # for few rows what the module does around its products takes longer than they
+                swiglu_expert(rows[part], values["gate_up_proj"][0], values["down_proj"][0], outputs[part])
+                continue
             with local_experts(module, 1, values):
                 end = torch.full((1,), part.stop - part.start, dtype=torch.int32)
                 outputs[part] = outputs_of(module, self._compute, rows[part], end)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from zeropp.errors import ConfigError, TierError
 from zeropp.zero.model.forward import WrappedCall
@@ -175,12 +176,20 @@ class DemandLayer:
 
     def memory(self, free: list[Tensor]) -> Expert:
         """Return memory for one expert, that of ``free`` where there is some."""
-        memory = free.pop() if free else torch.empty(self.expert_bytes, dtype=torch.uint8, device="cpu")
+        memory = free.pop() if free else self._new_memory()
         skip = -memory.data_ptr() % ALIGN_BYTES
         values = {}
         for key, (_, _, shape, dtype, at) in self._places.items():
             values[key] = memory[skip + at : skip + at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         return Expert(memory, values)
+
+    def _new_memory(self) -> Tensor:
+        """Return memory that the file's engine reads to without looking up its pages, where there is an engine."""
+        capsule = self.cache.engine.core.part_memory(self.expert_bytes)
+        if capsule is None:
+            return torch.empty(self.expert_bytes, dtype=torch.uint8, device="cpu")
+        memory: Tensor = from_dlpack(capsule)
+        return memory
 
     def begin(self, expert: int, one: Expert) -> None:
         """Begin to read an expert."""

@@ -44,6 +44,21 @@ def swiglu_experts(
     return result
 
 
+def swiglu_expert(rows: Tensor, gate_up: Tensor, down: Tensor, outputs: Tensor) -> None:
+    """Write ``(silu(x G) * (x U)) D`` of the rows x of one expert to ``outputs``, (N, W). Not differentiable.
+
+    Args:
+        rows: (N, W), N >= 1.
+        gate_up: (2 I, W).
+        down: (W, I).
+        outputs: (N, W), contiguous.
+    """
+    between = torch.mm(rows, gate_up.t())
+    active = rows.new_empty(rows.shape[0], gate_up.shape[0] // 2)
+    torch.ops.zeropp.swiglu_(between, active, active.shape[1])
+    torch.mm(active, down.t(), out=outputs)
+
+
 def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield the experts and their rows."""
     begin = 0
