@@ -174,8 +174,6 @@ def _of_jobs() -> Iterator[Row]:
               "leave it on 'device', or use one host", {"hosts": MORE_THAN_ONE})
     yield Row(CUT, YES, OPTIMIZER, kinds("LAMB", "Muon"),
               "its step needs whole tensors, and a rank has a part of them", "use an element-wise optimizer such as AdamW")
-    yield Row(CUT, YES, "Config.offload.params.kind", these("nvme"),
-              "their local tensors are not loaded from a file yet", "leave it on 'device'")
     yield Row(CUT, YES, "Precision.stored", GIVEN,
               "rounded weights are read by zeropp's own modules", "leave it out")
     yield Row(JOB, MORE_THAN_ONE, OPTIMIZER, kinds(*ONE_BIT),
