@@ -56,6 +56,15 @@ zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zp
     return ZPP_OK;
 }
 
+void zpp_mem_expect(void *memory, size_t bytes) {
+    const uintptr_t mask = zpp_page_bytes() - 1, begin = ((uintptr_t)memory + mask) & ~mask;
+    const uintptr_t end = ((uintptr_t)memory + bytes) & ~mask;
+    if (bytes < HUGE_FROM_BYTES) return;
+    const int saved = errno;
+    madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* a hint, which may be refused */
+    errno = saved;
+}
+
 void zpp_mem_free(void *memory, size_t bytes) {
     if (!memory) return;
     if (bytes < MAPPED_FROM_BYTES) free(memory);

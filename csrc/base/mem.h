@@ -24,6 +24,9 @@ size_t zpp_page_bytes(void);
  * blocks ask for huge pages. */
 zpp_status zpp_mem_alloc(size_t bytes, size_t align_bytes, void **out, struct zpp_err *err);
 void zpp_mem_free(void *memory, size_t bytes);
+/* Ask for huge pages where another allocator's memory is about to be written for the first time, and is large enough.
+ * Contents stay. A fault a page costs more than a copy of the page. */
+void zpp_mem_expect(void *memory, size_t bytes);
 /* Return the pages of freed blocks to the system, where the C library can (glibc: all of its arenas). Its heap keeps
  * them otherwise, and does not always use them again: the hole that an aligned block leaves is too small for the next
  * aligned block of the same size. Pages that are used again cost a page fault each. Any thread. */

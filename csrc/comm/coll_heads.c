@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../base/mem.h"
 #include "internal.h"
 
 /* A box of (batch, tokens, heads) in some memory, for as many of each as the caller says. */
@@ -47,48 +48,71 @@ struct copy {
     zpp_dtype dtype;
 };
 
-static void put(const struct copy *copy, uint8_t *dst, const uint8_t *const *src, size_t bytes) {
-    if (copy->sources == 1)
-        memcpy(dst, src[0], bytes);
-    else
-        (void)zpp_reduce_sources(dst, copy->dtype, false, (const void *const *)src, copy->sources, copy->dtype,
-                                 bytes / zpp_dtype_bytes(copy->dtype), 1.0);
-}
-
-static bool is_contiguous(const struct copy *copy, bool over_tokens) {
-    const size_t width = copy->extent.width_bytes, token = width * copy->extent.heads;
-    bool joined = copy->dst.head_stride == width && (!over_tokens || copy->dst.token_stride == token);
-    for (int s = 0; s < copy->sources; s++)
-        joined = joined && copy->src[s].head_stride == width && (!over_tokens || copy->src[s].token_stride == token);
-    return joined;
-}
-
 static size_t offset_of(const struct box *box, size_t batch, size_t token, size_t head) {
     return batch * box->batch_stride + token * box->token_stride + head * box->head_stride;
 }
 
-static void put_at(const struct copy *copy, size_t batch, size_t token, size_t head, size_t bytes) {
-    const uint8_t *src[ZPP_RANKS_MAX];
+static uint8_t *place_of(const struct box *box, size_t batch, size_t token, size_t head) {
+    return (uint8_t *)(uintptr_t)box->data + offset_of(box, batch, token, head);
+}
+
+/* Copy `pieces` of `bytes` each. Heads are some hundred bytes wide: a call of memcpy for each would take longer than
+ * the copy, so whole lines are copied by code that is known to the compiler. */
+static void copy_pieces(uint8_t *restrict dst, size_t dst_stride, const uint8_t *restrict src, size_t src_stride,
+                        size_t pieces, size_t bytes) {
+    enum { LINE_BYTES = 64, INLINE_BYTES = 1024 };
+    if (bytes % LINE_BYTES || bytes > INLINE_BYTES) {
+        for (size_t i = 0; i < pieces; i++) memcpy(dst + i * dst_stride, src + i * src_stride, bytes);
+        return;
+    }
+    for (size_t i = 0; i < pieces; i++)
+        for (size_t at = 0; at < bytes; at += LINE_BYTES)
+            memcpy(dst + i * dst_stride + at, src + i * src_stride + at, LINE_BYTES);
+}
+
+/* Copy `tokens` of one batch from the only source. */
+static void copy_tokens(const struct extent *extent, uint8_t *dst, const struct box *to, const uint8_t *src,
+                        const struct box *from, size_t tokens) {
+    const size_t width = extent->width_bytes, token_bytes = width * extent->heads;
+    const bool joined = extent->heads == 1 || (to->head_stride == width && from->head_stride == width);
+    if (joined && to->token_stride == token_bytes && from->token_stride == token_bytes)
+        memcpy(dst, src, tokens * token_bytes);
+    else if (joined)
+        copy_pieces(dst, to->token_stride, src, from->token_stride, tokens, token_bytes);
+    else
+        for (size_t t = 0; t < tokens; t++)
+            copy_pieces(dst + t * to->token_stride, to->head_stride, src + t * from->token_stride, from->head_stride,
+                        extent->heads, width);
+}
+
+/* Add up what the sources have of one head of one token, or of all heads where these lie side by side everywhere. */
+static void add_heads(const struct copy *copy, size_t batch, size_t token, size_t head, size_t bytes) {
+    const void *src[ZPP_RANKS_MAX];
     for (int s = 0; s < copy->sources; s++) src[s] = copy->src[s].data + offset_of(&copy->src[s], batch, token, head);
-    put(copy, (uint8_t *)(uintptr_t)copy->dst.data + offset_of(&copy->dst, batch, token, head), src, bytes);
+    (void)zpp_reduce_sources(place_of(&copy->dst, batch, token, head), copy->dtype, false, src, copy->sources,
+                             copy->dtype, bytes / zpp_dtype_bytes(copy->dtype), 1.0);
+}
+
+static void add_token(const struct copy *copy, size_t batch, size_t token) {
+    const size_t width = copy->extent.width_bytes;
+    bool joined = copy->dst.head_stride == width;
+    for (int s = 0; s < copy->sources; s++) joined = joined && copy->src[s].head_stride == width;
+    for (size_t head = 0; head < (joined ? 1 : copy->extent.heads); head++)
+        add_heads(copy, batch, token, head, joined ? width * copy->extent.heads : width);
 }
 
 /* Rows [begin, end) of batch * tokens. */
 static void copy_rows(size_t begin, size_t end, void *arg) {
     const struct copy *copy = arg;
     const struct extent *extent = &copy->extent;
-    const bool joined_tokens = is_contiguous(copy, true), joined_heads = is_contiguous(copy, false);
-    const size_t token_bytes = extent->heads * extent->width_bytes;
-    for (size_t row = begin; row < end;) {
+    for (size_t row = begin, tokens; row < end; row += tokens) {
         const size_t batch = row / extent->tokens, token = row % extent->tokens;
-        size_t rows = extent->tokens - token < end - row ? extent->tokens - token : end - row;
-        if (!joined_tokens) rows = 1;
-        if (joined_heads)
-            put_at(copy, batch, token, 0, rows * token_bytes);
+        tokens = extent->tokens - token < end - row ? extent->tokens - token : end - row;
+        if (copy->sources == 1)
+            copy_tokens(extent, place_of(&copy->dst, batch, token, 0), &copy->dst,
+                        copy->src[0].data + offset_of(&copy->src[0], batch, token, 0), &copy->src[0], tokens);
         else
-            for (size_t head = 0; head < extent->heads; head++)
-                put_at(copy, batch, token, head, extent->width_bytes);
-        row += rows;
+            for (size_t t = token; t < token + tokens; t++) add_token(copy, batch, t);
     }
 }
 
@@ -253,6 +277,19 @@ static zpp_status check_job(const struct zpp_comm *comm, const struct zpp_heads_
     return status;
 }
 
+/* The results are new memory, whose page faults would take longer than the copies. */
+static void expect_results(const struct zpp_heads_job *job, int me, int ranks) {
+    const size_t tokens = job->to_tokens ? job->lengths[me] : first_token(job, ranks);
+    for (int i = 0; i < job->tensors; i++) {
+        const struct zpp_heads_tensor *tensor = &job->tensor[i];
+        const struct zpp_heads_place *place = job->to_tokens ? &tensor->cut : &tensor->whole;
+        const size_t heads = job->to_tokens ? tensor->heads : span(tensor, me);
+        if (job->batch && tokens && heads)
+            zpp_mem_expect(place->data, (job->batch - 1) * place->batch_stride + (tokens - 1) * place->token_stride +
+                                            (heads - 1) * place->head_stride + tensor->width_bytes);
+    }
+}
+
 /* Send what `sent` holds, packed, and have it read; `came` is for what cannot be read where the peer has it. */
 static zpp_status send_packed(zpp_comm *comm, struct exchange *exchange, uint8_t *sent, uint8_t *came,
                               const struct zpp_wait *wait, struct zpp_err *err) {
@@ -301,6 +338,7 @@ zpp_status zpp_heads_exchange(zpp_comm *comm, const struct zpp_heads_job *job, z
     if (!came) {
         status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for %zu bytes of heads", came_bytes);
     } else {
+        expect_results(job, comm->rank, comm->ranks);
         pack(&exchange, zpp_block_data(block));
         status = send_packed(comm, &exchange, zpp_block_data(block), came, wait, err);
     }
