@@ -554,6 +554,55 @@ def tensors(folder: Path) -> dict[str, Any]:
         pl.Trainer(**{**options, "strategy": bad}).fit(Cut(), batches())
     except zeropp.ConfigError as error:
         said["refused"] = str(error)
+    return {**said, **tensors_in_fabric(folder)}
+
+
+def tensors_in_fabric(folder: Path) -> dict[str, Any]:
+    """The same in a loop of Fabric, saved after two steps, and gone on with by a model built anew."""
+    from lightning.fabric import Fabric
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    run = Fabric(
+        accelerator="cpu", devices=2, strategy=zeropp.lightning.ZeroppFabricStrategy(stage=3, tensor_parallel_size=2)
+    )
+    run.launch()
+    mesh = run.strategy.device_mesh
+    plan = {"0": ColwiseParallel(output_layouts=Replicate()), "3": ColwiseParallel(), "5": RowwiseParallel()}
+    rows = run.setup_dataloaders(batches())
+
+    def build(cut: bool) -> tuple[Any, Any]:
+        with run.init_module():
+            model = network()
+        if cut:
+            zeropp.parallel.tensor(model, mesh["tensor_parallel"], plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return run.setup(model, optimizer) if cut else (model, optimizer)
+
+    def step(model: Any, optimizer: Any, at: int) -> list[float]:
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(at))
+        loss = (model(inputs) - inputs[:, :1]).square().mean()
+        if isinstance(optimizer, zeropp.zero.step.optimizer.ZeroOptimizer):
+            run.backward(loss, model=model)
+            norm = run.clip_gradients(model, optimizer, max_norm=0.5)
+        else:
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.item(), float(norm)]
+
+    model, optimizer = build(True)
+    alone, plain = build(False)
+    said: dict[str, Any] = {"in fabric": [], "fabric alone": []}
+    for at in range(4):
+        if at == 2:
+            run.save(folder / "cut.ckpt", {"model": model, "optimizer": optimizer})
+            model, optimizer = build(True)
+            run.load(folder / "cut.ckpt", {"model": model, "optimizer": optimizer})
+        said["in fabric"] += step(model, optimizer, at)
+        said["fabric alone"] += step(alone, plain, at)
+    said["sampled"] = [rows.sampler.num_replicas, rows.sampler.rank]
     return said
 
 

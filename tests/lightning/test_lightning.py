@@ -58,6 +58,13 @@ def test_ranks_that_share_matrices_train_as_one(answer):
         assert "tensor_parallel_size 3, of a job of 2 ranks; wanted a divisor" in found["refused"]
 
 
+@pytest.mark.lightning_case("tensors")
+def test_ranks_that_share_matrices_train_as_one_in_fabric(answer):
+    for found in answer("tensors"):
+        assert found["in fabric"] == pytest.approx(found["fabric alone"], rel=1e-5)
+        assert found["sampled"] == [1, 0], "ranks that share matrices have one batch"
+
+
 @pytest.mark.lightning_case("warm_up")
 def test_sequence_length_warm_up_equals_batches_cut_by_hand(answer):
     for found in answer("warm_up"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeropp
 from zeropp.checkpoint import random_state
@@ -34,6 +35,32 @@ def registered() -> Iterator[tuple[str, str, dict[str, Any]]]:
         )
     offload = {kind: {"kind": "nvme", "path": SWAP_FOLDER} for kind in ("optimizer", "params")}
     yield "zeropp_infinity", "zeropp, ZeRO stage 3, everything on disk", {"config": {"stage": 3, "offload": offload}}
+
+
+def mesh_for(strategy: str, ranks: Any, world_size: int, device: str) -> Any:
+    """Return the mesh of all ranks, ("data_parallel", "tensor_parallel"), or None where no ranks share matrices."""
+    if ranks == 1:
+        return None
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or world_size % ranks:
+        raise ConfigError(
+            f"{strategy}: tensor_parallel_size {ranks!r}, of a job of {world_size} ranks; wanted a divisor of these"
+        )
+    return init_device_mesh(device, (world_size // ranks, ranks), mesh_dim_names=("data_parallel", "tensor_parallel"))
+
+
+def mesh_there(strategy: str, mesh: Any) -> Any:
+    """Return the mesh that :func:`mesh_for` made."""
+    if mesh is None:
+        raise ConfigError(
+            f"{strategy}.device_mesh: there is none; it is made with the processes, where tensor_parallel_size is above 1"
+        )
+    return mesh
+
+
+def sampler_of(mesh: Any) -> dict[str, Any]:
+    """Give ranks that share matrices one batch."""
+    data = mesh["data_parallel"]
+    return {"num_replicas": data.size(), "rank": data.get_local_rank()}
 
 
 def take_config(stage: int | None, config: Any, arguments: dict[str, Any]) -> Config:

@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from zeropp.errors import ConfigError
-from zeropp.lightning.common import load_shards, must_move, registered, save_shards, take_config
+from zeropp.lightning.common import (
+    load_shards,
+    mesh_for,
+    mesh_there,
+    must_move,
+    registered,
+    sampler_of,
+    save_shards,
+    take_config,
+)
 from zeropp.lightning.parts import full_state, load_full_state, no_sync, partition, parts_of
 from zeropp.zero.engine import engine_of
 from zeropp.zero.model.accelerator import placed
@@ -40,16 +49,41 @@ def make_fabric_strategy(package: str) -> Any:
         Args:
             stage: what is partitioned; see :class:`zeropp.Config`. Not with ``config``.
             config: a :class:`zeropp.Config`, or what ``Config.from_json`` reads: a path, JSON text, a dict.
+            tensor_parallel_size: ranks that share matrices. Cut the model over ``fabric.strategy.device_mesh["tensor_parallel"]``, with
+                :func:`zeropp.parallel.tensor` or torch's ``parallelize_module``, before its optimizer is built; the ranks of
+                ``"data_parallel"`` have different batches.
             more: the other fields of ``zeropp.Config``, and the arguments of ``DDPStrategy``.
         """
 
-        def __init__(self, stage: int | None = None, config: Any = None, **more: Any) -> None:
+        def __init__(
+            self, stage: int | None = None, config: Any = None, tensor_parallel_size: int = 1, **more: Any
+        ) -> None:
             self.zeropp_config = take_config(stage, config, more)
+            self._tensor_ranks = tensor_parallel_size
+            self._device_mesh: Any = None
             super().__init__(**more)
             if self._ddp_kwargs:
                 raise ConfigError(f"ZeroppFabricStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
             self._backward_sync_control = _NoSync()
             self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+        @property
+        def device_mesh(self) -> Any:
+            """All ranks, as ("data_parallel", "tensor_parallel"); there once the processes run."""
+            return mesh_there("ZeroppFabricStrategy", self._device_mesh)
+
+        def setup_environment(self) -> None:
+            super().setup_environment()
+            self._device_mesh = mesh_for(
+                "ZeroppFabricStrategy", self._tensor_ranks, self.world_size, self.root_device.type
+            )
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]:
+            """Give ranks that share matrices one batch."""
+            if self._device_mesh is None:
+                return super().distributed_sampler_kwargs  # type: ignore[no-any-return]
+            return sampler_of(self._device_mesh)
 
         def module_to_device(self, module: nn.Module) -> None:
             if must_move(module, self.root_device):
@@ -57,20 +91,20 @@ def make_fabric_strategy(package: str) -> Any:
 
         @contextlib.contextmanager
         def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-            """Serve ``with fabric.init_module():`` at stage 3: modules are never whole in memory."""
+            """Serve ``with fabric.init_module():`` at stage 3: modules are never whole in memory, unless they are cut."""
             with contextlib.ExitStack() as stack:
                 stack.enter_context(super().module_init_context(empty_init))
-                if self.zeropp_config.stage == 3:
+                if self.zeropp_config.stage == 3 and self._device_mesh is None:
                     stack.enter_context(construction(from_rank_0=True))
                 yield
 
         def setup_module(self, module: nn.Module) -> nn.Module:
-            partition(module, [], placed(self.zeropp_config, self.root_device))
+            partition(module, [], placed(self.zeropp_config, self.root_device), self._device_mesh)
             self._prepared.add(module)
             return module
 
         def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
-            partition(module, optimizers, placed(self.zeropp_config, self.root_device))
+            partition(module, optimizers, placed(self.zeropp_config, self.root_device), self._device_mesh)
             self._prepared.add(module)
             return module, optimizers, scheduler
 

@@ -10,15 +10,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from zeropp.data.cutting import cut_to, length_of
 from zeropp.errors import ConfigError
 from zeropp.lightning.common import (
     load_shards,
+    mesh_for,
+    mesh_there,
     must_move,
     registered,
     remove_shards,
+    sampler_of,
     save_shards,
     take_config,
 )
@@ -71,24 +73,13 @@ def make_strategy(package: str) -> Any:
         @property
         def device_mesh(self) -> Any:
             """All ranks, as ("data_parallel", "tensor_parallel"); there once the processes run."""
-            if self._device_mesh is None:
-                raise ConfigError(
-                    "ZeroppStrategy.device_mesh: there is none; it is made with the processes, where tensor_parallel_size is above 1"
-                )
-            return self._device_mesh
+            return mesh_there("ZeroppStrategy", self._device_mesh)
 
         def setup_environment(self) -> None:
             super().setup_environment()
-            ranks = self._tensor_ranks
-            if ranks == 1:
+            self._device_mesh = mesh_for("ZeroppStrategy", self._tensor_ranks, self.world_size, self.root_device.type)
+            if self._device_mesh is None:
                 return
-            if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or self.world_size % ranks:
-                raise ConfigError(
-                    f"ZeroppStrategy: tensor_parallel_size {ranks!r}, of a job of {self.world_size} ranks; wanted a divisor of these"
-                )
-            names = ("data_parallel", "tensor_parallel")
-            shape = (self.world_size // ranks, ranks)
-            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
             self.lightning_module._device_mesh = (
                 self._device_mesh
             )  # so that configure_model finds it, as with Lightning's own strategy
@@ -98,8 +89,7 @@ def make_strategy(package: str) -> Any:
             """Give ranks that share matrices one batch."""
             if self._device_mesh is None:
                 return super().distributed_sampler_kwargs  # type: ignore[no-any-return]
-            data = self._device_mesh["data_parallel"]
-            return {"num_replicas": data.size(), "rank": data.get_local_rank()}
+            return sampler_of(self._device_mesh)
 
         # -- model and optimizer -----------------------------------------------------------------------------------------
 
