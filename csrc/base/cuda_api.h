@@ -20,7 +20,7 @@ typedef struct CUevent_st *CUevent;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef uint64_t cuuint64_t;
-typedef int CUdevice_attribute, CUmemAllocationHandleType, CUmemAllocationGranularity_flags;
+typedef int CUdevice_attribute, CUmemAllocationHandleType, CUmemAllocationGranularity_flags, CUstreamCaptureStatus;
 typedef unsigned long long CUmemGenericAllocationHandle;
 typedef struct CUmemLocation {
     int type, id;
@@ -48,6 +48,8 @@ enum {
     ZPP_CU_NOT_FOUND = 500,
     ZPP_CU_NOT_READY = 600,
     ZPP_CU_NOT_SUPPORTED = 801,
+    ZPP_CU_STREAM_CAPTURE_IMPLICIT = 906, /* the default stream, while another stream is captured */
+    ZPP_CU_CAPTURE_NONE = 0,
     ZPP_CU_STREAM_NON_BLOCKING = 1,
     ZPP_CU_STREAM_WAIT_VALUE_GEQ = 0,
     ZPP_CU_STREAM_WRITE_VALUE_DEFAULT = 0,

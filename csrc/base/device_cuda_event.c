@@ -271,8 +271,26 @@ zpp_status zpp_cuda_sync(zpp_event *base, const struct zpp_wait *wait, struct zp
 }
 
 /* --- a change of stream, ordered by an event --------------------------------------------------------------------- */
+/* The host decides what is gathered, waits for events and enqueues on other streams: none of that is in a graph. */
+static zpp_status refuse_capture(const struct zpp_cuda_stream *stream, void *native, struct zpp_err *err) {
+    const struct zpp_cuda_device *cuda = zpp_cuda_of(stream->base.device);
+    CUstreamCaptureStatus capture = ZPP_CU_CAPTURE_NONE;
+    bool pushed;
+    const zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
+    if (status) return status;
+    const CUresult result = cuda->api->cuStreamIsCapturing(native, &capture);
+    zpp_cuda_leave(cuda, pushed);
+    if (result != ZPP_CU_STREAM_CAPTURE_IMPLICIT && capture == ZPP_CU_CAPTURE_NONE)
+        return zpp_cuda_stream_result(stream, result, "ask whether it is captured", err);
+    return zpp_fail(err, ZPP_STATE,
+                    "torch.cuda.graph captures this stream, and a forward, backward or step of a prepared model is not "
+                    "supported in a CUDA graph yet; run it outside of the capture, or leave the model unprepared");
+}
+
 zpp_status zpp_cuda_stream_follow(zpp_stream *base, void *native, struct zpp_err *err) {
     struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
+    const zpp_status capture = stream->owned ? ZPP_OK : refuse_capture(stream, native, err);
+    if (capture != ZPP_OK) return capture;
     if (stream->owned || (stream->adopted && stream->native == native)) return ZPP_OK;
     zpp_event *moved = NULL;
     zpp_status status = ZPP_OK;

@@ -14,6 +14,7 @@ from typing import Any
 
 import sim  # noqa: F401  (makes the device)
 import torch
+import zeropp.cli.device_steps
 import zeropp.ops
 from zeropp.cli import main
 
@@ -29,9 +30,20 @@ def broken(name: str) -> Any:
     setattr(zeropp.ops, name, wrong)
 
 
+def broken_step() -> None:
+    """Make the reference of the steps, plain torch's, wrong: a model that starts from other values."""
+    right = zeropp.cli.device_steps._plain
+
+    def wrong(device: torch.device, precision: str | None) -> Any:
+        losses, params = right(device, precision)
+        return losses, [one + 1 for one in params]
+
+    zeropp.cli.device_steps._plain = wrong
+
+
 arguments = sys.argv[1:]
 if arguments[0] == "--break":
-    broken(arguments[1])
+    broken_step() if arguments[1] == "step" else broken(arguments[1])
     arguments = arguments[2:]
 printed = io.StringIO()
 with contextlib.redirect_stdout(printed):

@@ -200,6 +200,18 @@ CUresult cuStreamSynchronize(sim_stream handle) {
     return result ? result : sim_stream_synchronize(stream);
 }
 
+static _Atomic int captures; /* what cuStreamIsCapturing says of every stream but the default one */
+
+void sim_capture(int status) { captures = status; }
+
+CUresult cuStreamIsCapturing(sim_stream handle, CUstreamCaptureStatus *status) {
+    sim_stream stream;
+    const CUresult result = find_stream(handle, &stream);
+    *status = handle ? captures : ZPP_CU_CAPTURE_NONE;
+    if (result) return result;
+    return !handle && captures ? ZPP_CU_STREAM_CAPTURE_IMPLICIT : ZPP_CU_SUCCESS;
+}
+
 CUresult cuStreamWaitEvent(sim_stream handle, sim_event event, unsigned int flags) {
     sim_stream stream;
     const CUresult result = find_stream(handle, &stream);

@@ -58,6 +58,9 @@ int sim_event_record(sim_event event, sim_stream stream);
 int sim_event_query(sim_event event);
 int sim_event_synchronize(sim_event event);
 int sim_stream_wait(sim_stream stream, sim_event event);
+/* Streams are captured to a graph from now on, as cuStreamIsCapturing says: 0 none, 1 active, 2 invalidated. What is
+ * enqueued runs all the same. */
+void sim_capture(int status);
 
 /* --- operations. `name` is a string that outlives the operation; `arg` belongs to the operation ------------------- */
 

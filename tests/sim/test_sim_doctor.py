@@ -26,7 +26,17 @@ def test_every_kernel_is_right() -> None:
     assert [one for one in report["devices"]["sim:0"] if not one["passed"]] == []
     assert found["status"] == 0 and report["healthy"]
     assert {"memory and copies", "waits for counters", "memory at several addresses", "sparse_attention"} <= set(names)
-    assert len(names) == len(set(names)) == 28
+    steps = [name for name in names if name.startswith("steps, ")]
+    assert {"steps, stage 0", "steps, stage 3, all on the host", "steps, stage 3, all in files"} <= set(steps)
+    assert len(names) == len(set(names)) == 28 + len(steps)
+
+
+def test_a_step_that_differs_from_plain_torch_is_named() -> None:
+    found = run("case_doctor.py", "--break", "step", "doctor", "--device", "sim:0", "--json")
+    wrong = [one for one in json.loads(found["printed"])["devices"]["sim:0"] if not one["passed"]]
+    assert found["status"] == 1 and wrong and all(one["name"].startswith("steps, ") for one in wrong)
+    assert "other bits than in plain torch" in wrong[0]["why"] or "the loss of step" in wrong[0]["why"]
+    assert "Offload(params='cpu', optimizer='cpu')" in wrong[0]["instead"]
 
 
 def test_what_is_wrong_is_named_with_what_to_use_instead() -> None:

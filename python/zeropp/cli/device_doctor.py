@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor --device cuda``: each kernel of zeropp against the CPU, parts of the driver, and the links between GPUs, in one table."""
+"""``doctor --device cuda``: each kernel of zeropp against the CPU, parts of the driver, steps of each stage and tier against plain torch,
+and the links between GPUs, in one table."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from zeropp.cli import new_table, refuse, show
+from zeropp.cli.device_steps import check_steps
 from zeropp.errors import Error, counted, one_line
 from zeropp.health.device import Finding, check_device
 
@@ -21,7 +23,7 @@ def run(name: str, quick: bool, as_json: bool) -> int:
     found: dict[str, list[Finding]] = {}
     try:
         for device in _devices(name):
-            found[str(device)] = check_device(device, quick)
+            found[str(device)] = _check(device, quick)
         if not quick:
             for one, finding in _links([torch.device(device) for device in found]):
                 found[one].append(finding)
@@ -34,6 +36,12 @@ def run(name: str, quick: bool, as_json: bool) -> int:
     else:
         _print(found, failed)
     return 1 if failed else 0
+
+
+def _check(device: torch.device, quick: bool) -> list[Finding]:
+    """Try one device by itself."""
+    found = check_device(device, quick)
+    return found if quick else [*found, *check_steps(device)]
 
 
 def _devices(name: str) -> list[torch.device]:
