@@ -107,6 +107,14 @@ static PyObject *optim_file_add(PyObject *self, PyObject *args) {
     return PyLong_FromLong(shard);
 }
 
+static PyObject *optim_file_hold(PyObject *self, PyObject *unused) {
+    (void)unused;
+    zpp_optim_file *optim_file = zpp_py_optim_file_get(self);
+    if (!optim_file) return NULL;
+    zpp_optim_file_hold(optim_file);
+    Py_RETURN_NONE;
+}
+
 static PyObject *optim_file_seal(PyObject *self, PyObject *unused) {
     (void)unused;
     zpp_optim_file *optim_file = zpp_py_optim_file_get(self);
@@ -185,6 +193,7 @@ static PyObject *optim_file_get_inconsistent(PyObject *self, void *unused) {
 
 static PyMethodDef optim_file_methods[] = {
     { "add", optim_file_add, METH_VARARGS, "add(elems, master) -> shard" },
+    { "hold", optim_file_hold, METH_NOARGS, "All shards so far stay in memory; the fraction is of the next ones." },
     { "seal", optim_file_seal, METH_NOARGS, "Make the file." },
     { "copy", optim_file_copy, METH_VARARGS, "copy(shard, kind, first, elems, address, write)" },
     { "figures", optim_file_figures, METH_NOARGS, "Bytes and times." },
@@ -230,9 +239,9 @@ static PyObject *unit_layout(PyObject *module, PyObject *args) {
 
 static int shard_plan(PyObject *pair, struct zpp_optim_file_shard_plan *out) {
     Py_ssize_t elems;
-    int master;
-    if (!PyArg_ParseTuple(pair, "np", &elems, &master)) return -1;
-    *out = (struct zpp_optim_file_shard_plan){ .elems = (size_t)elems, .master = master };
+    int master, held = 0;
+    if (!PyArg_ParseTuple(pair, "np|p", &elems, &master, &held)) return -1;
+    *out = (struct zpp_optim_file_shard_plan){ .elems = (size_t)elems, .master = master, .held = held };
     return 0;
 }
 
@@ -262,7 +271,7 @@ static PyObject *optim_file_plan(PyObject *module, PyObject *args) {
 static PyMethodDef layout_functions[] = {
     { "optim_file_plan", optim_file_plan, METH_VARARGS,
       "optim_file_plan(shards, fraction, moments, unit_by_unit, /)\n--\n\n(bytes of a step's buffers, elements of a "
-     "record) of states in a file. Shards: [(elements, has a master)]; moments: a bit each."},
+     "record) of states in a file. Shards: [(elements, has a master, stays in memory)]; moments: a bit each."},
     {"unit_layout", unit_layout, METH_VARARGS,
      "unit_layout(numels, elem_bytes, ranks, /)\n--\n\n(elements of the flat buffer, elements of a shard), padding "
      "included."},

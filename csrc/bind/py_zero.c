@@ -384,14 +384,14 @@ static int sizes_of(PyObject *list, size_t **out) {
     return 0;
 }
 
-/* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0) -> index */
+/* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0, held=0) -> index */
 static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
-    int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!ppiii|i", &spec.name, &dtype, &PyList_Type, &sizes, &trainable,
-                          &frozen_reserved, &place, &grad_dtype, &wire_dtype, &spec.group))
+    int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, held = 0, index = -1;
+    if (!PyArg_ParseTuple(args, "siO!ppiii|ip", &spec.name, &dtype, &PyList_Type, &sizes, &trainable,
+                          &frozen_reserved, &place, &grad_dtype, &wire_dtype, &spec.group, &held))
         return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
@@ -401,6 +401,7 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     spec.params = (size_t)PyList_Size(sizes);
     spec.param_elems = param_elems;
     spec.trainable = trainable;
+    spec.held = held;
     spec.frozen_reserved = frozen_reserved;
     spec.place = (enum zpp_place)place;
     struct zpp_err err = ZPP_ERR_INIT;

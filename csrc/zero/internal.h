@@ -213,6 +213,9 @@ static inline bool zpp_zero_keeps_local_grads(const zpp_zero *zero) {
 /* Stages 0 and 1: the reduced gradient is a part of the bucket. */
 static inline bool zpp_keeps_buckets(const zpp_zero *zero) { return zero->options.stage <= 1; }
 
+/* True if some units stay in memory where others have parts in files. */
+bool zpp_zero_holds(const zpp_zero *zero);
+
 /* True if the job has more ranks than those that partition the units. */
 static inline bool zpp_zero_has_job(const zpp_zero *zero) {
     return zero->options.job && zero->options.job != zero->options.comm;

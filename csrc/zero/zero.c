@@ -213,6 +213,7 @@ static zpp_status copy_spec(const zpp_zero *zero, struct zpp_unit *unit, const s
     unit->wire_dtype = spec->wire_dtype;
     unit->trainable = spec->trainable;
     unit->frozen_reserved = spec->frozen_reserved && !spec->trainable;
+    unit->held = spec->held;
     unit->place = spec->place;
     unit->placement = placement_of(zero, spec->place);
     unit->group = zero->groups[spec->group];
@@ -320,21 +321,36 @@ zpp_status zpp_zero_quantise_param(zpp_zero *zero, int index, size_t param, stru
     return ZPP_OK;
 }
 
-/* Choose the places and addresses of all units. *warm_bytes: what may stay mapped for the next gathers. */
-static zpp_status lay_out(zpp_zero *zero, size_t *warm_bytes, struct zpp_err *err) {
-    size_t largest_bytes = 0;
-    zero->moving = calloc((size_t)zero->units_count + 1, sizeof(struct zpp_unit *));
-    if (!zero->moving) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", zero->units_count);
+bool zpp_zero_holds(const zpp_zero *zero) {
+    for (int i = 0; i < zero->units_count; i++)
+        if (zero->units[i]->held) return true;
+    return false;
+}
+
+/* Choose the places and addresses of units, of those that are held or of the others. */
+static zpp_status lay_out_some(zpp_zero *zero, bool held, size_t *largest_bytes, struct zpp_err *err) {
     for (int i = 0; i < zero->units_count; i++) {
         struct zpp_unit *unit = zero->units[i];
+        if (unit->held != held) continue;
         const zpp_status status = unit->placement->lay_out(zero, unit, err);
         if (status != ZPP_OK) return status;
         if (!zpp_unit_moves(unit)) continue;
         zero->moving[zero->moving_count++] = unit;
-        if (zpp_unit_bytes(unit) > largest_bytes) largest_bytes = zpp_unit_bytes(unit);
+        if (zpp_unit_bytes(unit) > *largest_bytes) *largest_bytes = zpp_unit_bytes(unit);
     }
-    *warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
     return ZPP_OK;
+}
+
+/* *warm_bytes: what may stay mapped for the next gathers. */
+static zpp_status lay_out(zpp_zero *zero, size_t *warm_bytes, struct zpp_err *err) {
+    size_t largest_bytes = 0;
+    zero->moving = calloc((size_t)zero->units_count + 1, sizeof(struct zpp_unit *));
+    if (!zero->moving) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", zero->units_count);
+    zpp_status status = lay_out_some(zero, true, &largest_bytes, err);
+    if (status == ZPP_OK && zero->unit_file && zpp_zero_holds(zero)) status = zpp_unit_file_hold(zero->unit_file, err);
+    if (status == ZPP_OK) status = lay_out_some(zero, false, &largest_bytes, err);
+    *warm_bytes = 2 * largest_bytes + zero->options.prefetch_bytes;
+    return status;
 }
 
 /* The shards that streams of an accelerator read: of all ranks. */

@@ -85,6 +85,7 @@ struct zpp_unit_spec {
     zpp_dtype wire_dtype;     /* that peers read them in: grad_dtype; of ZPP_F32 also ZPP_BF16 or ZPP_F16 */
     bool frozen_reserved; /* not trainable now, but it may be unfrozen: has addresses for gradients, and no memory */
     int group;            /* of zpp_zero_add_group; 0: all data ranks hold it */
+    bool held; /* what it has of a file, parameters and gradients, stays in memory: fractions are of other units */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */

@@ -53,6 +53,7 @@ struct setup {
     unsigned buffers;
     unsigned disks; /* 0: one file */
     bool checksums;
+    int held; /* of the shards, the first ones: they stay in memory */
 };
 
 static bool has_master(int shard) {
@@ -76,6 +77,7 @@ static zpp_optim_file *new_tier(const struct setup *setup) {
         int shard = -1;
         CHECK_OK(zpp_optim_file_add(optim_file, shard_elems[i], has_master(i), &shard, &err));
         CHECK_EQUAL(shard, i);
+        if (i + 1 == setup->held) zpp_optim_file_hold(optim_file);
         fill_state(&plain[i], shard_elems[i], 10u * (unsigned)i);
         fill_state(&tiered[i], shard_elems[i], 10u * (unsigned)i);
     }
@@ -187,6 +189,8 @@ static void steps_equal_memory(void) {
         { .fraction = 1.0, .chunk_elems = 1024 },
         { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024 },
         { .fraction = 0.5, .chunk_elems = 1024 },
+        { .fraction = 1.0, .chunk_elems = 1024, .held = 2 },
+        { .fraction = 0.5, .amsgrad = true, .chunk_elems = 1024, .held = 3 },
         { .fraction = 0.3, .amsgrad = true, .no_ring = true, .chunk_elems = 1024 },
         { .fraction = 1.0, .no_ring = true, .chunk_elems = 2048 },
         { .fraction = 1.0, .chunk_elems = 65536 },
@@ -226,6 +230,7 @@ static void backward_step_steps_equal_memory(void) {
         { .fraction = 1.0, .chunk_elems = 2048, .backward_step = true, .buffers = 64 },
         { .fraction = 1.0, .amsgrad = true, .backward_step = true },
         { .fraction = 0.3, .chunk_elems = 1024, .backward_step = true },
+        { .fraction = 1.0, .chunk_elems = 1024, .backward_step = true, .held = 2 },
         { .fraction = 1.0, .amsgrad = true, .chunk_elems = 1024, .backward_step = true, .buffers = 4, .disks = 3,
           .checksums = true },
     };

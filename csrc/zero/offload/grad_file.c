@@ -39,27 +39,34 @@ static bool is_held(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
     return zpp_unit_file_is_held(zero->grad_file.unit_file, grad->file_index);
 }
 
+/* Places for shards, of the units that are held or of the others. */
+static zpp_status lay_out_some(zpp_zero *zero, bool held, size_t *largest_bytes, struct zpp_err *err) {
+    zpp_unit_file *unit_file = zero->grad_file.unit_file;
+    for (int at = 0; at < zero->order_count; at++) {
+        const struct zpp_unit *unit = zero->units[zero->order[at]];
+        struct zpp_unit_grad *grad = unit->grad;
+        const size_t bytes = zpp_grad_shard_bytes(grad);
+        if (unit->held != held) continue;
+        zpp_status status = zpp_unit_file_add(unit_file, bytes, &grad->file_index, &grad->unit_file_offset_bytes, err);
+        if (status == ZPP_OK && zero->delays_steps)
+            status = zpp_unit_file_add(unit_file, bytes, &grad->back_file_index, &grad->back_offset_bytes, err);
+        if (status != ZPP_OK) return status;
+        grad->order_at = at;
+        if (bytes > *largest_bytes) *largest_bytes = bytes;
+    }
+    return ZPP_OK;
+}
+
 static zpp_status seal(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_grad_file *grad_file = &zero->grad_file;
     size_t largest_bytes = 0;
     grad_file->newest = &grad_file->oldest;
-    for (int at = 0; at < zero->order_count; at++) {
-        struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
-        const zpp_status status =
-            zpp_unit_file_add(grad_file->unit_file, zpp_grad_shard_bytes(grad), &grad->file_index,
-                              &grad->unit_file_offset_bytes, err);
-        if (status != ZPP_OK) return status;
-        if (zero->delays_steps) {
-            const zpp_status second = zpp_unit_file_add(grad_file->unit_file, zpp_grad_shard_bytes(grad),
-                                                        &grad->back_file_index,
-                                                        &grad->back_offset_bytes, err);
-            if (second != ZPP_OK) return second;
-        }
-        grad->order_at = at;
-        if (zpp_grad_shard_bytes(grad) > largest_bytes) largest_bytes = zpp_grad_shard_bytes(grad);
-    }
+    zpp_status status = lay_out_some(zero, true, &largest_bytes, err);
+    if (status == ZPP_OK && zpp_zero_holds(zero)) status = zpp_unit_file_hold(grad_file->unit_file, err);
+    if (status == ZPP_OK) status = lay_out_some(zero, false, &largest_bytes, err);
+    if (status != ZPP_OK) return status;
     grad_file->bound_bytes = 2 * largest_bytes > LEAST_BOUND_BYTES ? 2 * largest_bytes : (size_t)LEAST_BOUND_BYTES;
-    const zpp_status status = zpp_unit_file_seal(grad_file->unit_file, grad_file->bound_bytes, err);
+    status = zpp_unit_file_seal(grad_file->unit_file, grad_file->bound_bytes, err);
     for (int at = 0; at < zero->order_count && status == ZPP_OK; at++) {
         struct zpp_unit_grad *grad = zero->units[zero->order[at]]->grad;
         grad->shard = zpp_unit_file_mapping(grad_file->unit_file) + grad->unit_file_offset_bytes;

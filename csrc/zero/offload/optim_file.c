@@ -82,6 +82,13 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
     return ZPP_OK;
 }
 
+void zpp_optim_file_hold(zpp_optim_file *optim_file) {
+    for (int i = 0; i < 2; i++) {
+        struct record_stream *stream = &optim_file->streams[i];
+        stream->hold_elems = stream->elems = round_up(stream->elems, TIER_PAGE_ELEMS);
+    }
+}
+
 /* --- seal --------------------------------------------------------------------------------------------------------- */
 
 /* Cut the record stream in chunks of equal length, from where the last one ends to an element. Their length is as near
@@ -126,8 +133,9 @@ static zpp_status lay_out_stream(zpp_optim_file *optim_file, int which, struct z
         stream->plane[kind] = has ? (int)stream->planes : -1;
         if (has) stream->kinds[stream->planes++] = kind;
     }
-    stream->held_elems = (size_t)((1.0 - optim_file->options.fraction) * (double)stream->elems) / TIER_PAGE_ELEMS *
-                       TIER_PAGE_ELEMS;
+    const double moving_elems = (double)(stream->elems - stream->hold_elems);
+    stream->held_elems = stream->hold_elems + (size_t)((1.0 - optim_file->options.fraction) * moving_elems) /
+                         TIER_PAGE_ELEMS * TIER_PAGE_ELEMS;
     stream->elems = round_up(stream->elems, TIER_PAGE_ELEMS);
     if (!stream->planes) stream->held_elems = stream->elems; /* no record has anything: nothing is to be read */
     const size_t on_disk_elems = stream->elems - stream->held_elems;
@@ -198,8 +206,12 @@ zpp_status zpp_optim_file_plan(const struct zpp_optim_file_options *options,
     zpp_optim_file optim_file = { .options = *options };
     zpp_status status = ZPP_OK;
     int number;
-    for (size_t i = 0; i < count && status == ZPP_OK; i++)
-        status = zpp_optim_file_add(&optim_file, shards[i].elems, shards[i].master, &number, err);
+    for (int held = 1; held >= 0; held--) {
+        for (size_t i = 0; i < count && status == ZPP_OK; i++)
+            if (shards[i].held == held)
+                status = zpp_optim_file_add(&optim_file, shards[i].elems, shards[i].master, &number, err);
+        if (held) zpp_optim_file_hold(&optim_file);
+    }
     for (int i = 0; i < 2 && status == ZPP_OK; i++) status = lay_out_stream(&optim_file, i, err);
     choose_buffers(&optim_file);
     *out = (struct zpp_optim_file_plan){ .buffer_bytes = optim_file.record_bytes * optim_file.options.buffers };

@@ -56,6 +56,8 @@ zpp_status zpp_optim_file_create(const struct zpp_optim_file_options *options, z
 void zpp_optim_file_destroy(zpp_optim_file *optim_file);
 /* One shard. `*shard` counts from 0. Before seal. */
 zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool master, int *shard, struct zpp_err *err);
+/* All shards so far stay in memory, and the fraction is of those that come now. Before seal, once. */
+void zpp_optim_file_hold(zpp_optim_file *optim_file);
 /* Makes the file, all of its blocks reserved where the file system can: a full disk is found here. `fault` is written
  * on status TIER only, here and below. */
 zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault *fault, struct zpp_err *err);
@@ -65,6 +67,7 @@ zpp_status zpp_optim_file_seal(zpp_optim_file *optim_file, struct zpp_aio_fault 
 struct zpp_optim_file_shard_plan {
     size_t elems;
     bool master;
+    bool held; /* it comes before zpp_optim_file_hold */
 };
 struct zpp_optim_file_plan {
     size_t buffer_bytes; /* as in the figures */
@@ -86,7 +89,8 @@ struct zpp_optim_file_piece {
     int shard;
     size_t first;
 };
-/* One step over the pieces, in ascending order of (shard, first). Same bits as zpp_optim_step on states in memory.
+/* One step over the pieces, in ascending order of (shard, first), but for shards before hold. Same bits as
+ * zpp_optim_step on states in memory.
  * `files`: where the parameters or gradients of some pieces are. */
 zpp_status zpp_optim_file_step(zpp_optim_file *optim_file, const struct zpp_optim_file_piece *pieces,
                                size_t pieces_count,

@@ -19,6 +19,7 @@ struct record_stream {
     size_t planes;
     size_t elems;          /* of all shards, rounded up to pages */
     size_t used_elems;     /* of all shards */
+    size_t hold_elems;     /* of the first shards, all of which stay in memory; whole pages */
     size_t held_elems;     /* the first ones, in memory; whole pages */
     size_t *begins;        /* [chunks + 1]: the first element of each chunk, counted from the first one in the file */
     size_t begins_capacity;

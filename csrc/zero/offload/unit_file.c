@@ -73,6 +73,14 @@ zpp_status zpp_unit_file_add(zpp_unit_file *unit_file, size_t bytes, int *unit, 
     return ZPP_OK;
 }
 
+zpp_status zpp_unit_file_hold(zpp_unit_file *unit_file, struct zpp_err *err) {
+    if (unit_file->sealed || unit_file->quant.bits)
+        return zpp_fail(err, ZPP_STATE, "params: units are to stay in memory %s",
+                        unit_file->sealed ? "after seal" : "beside quantised copies, which are all alike");
+    unit_file->hold_bytes = unit_file->mapping_bytes;
+    return ZPP_OK;
+}
+
 zpp_status zpp_unit_file_double_buffer(zpp_unit_file *unit_file, int unit, struct zpp_err *err) {
     if (unit_file->sealed || unit_file->quant.bits)
         return zpp_fail(err, ZPP_STATE, "params: two copies of unit %d %s", unit,
@@ -154,7 +162,8 @@ zpp_status zpp_unit_file_seal(zpp_unit_file *unit_file, size_t warm_bytes, struc
     if (unit_file->sealed) return zpp_fail(err, ZPP_STATE, "params: sealed twice");
     unit_file->sealed = true;
     if (!unit_file->mapping_bytes) return ZPP_OK;
-    const size_t held_bytes = (size_t)((1.0 - unit_file->fraction) * (double)unit_file->mapping_bytes);
+    const size_t moving_bytes = unit_file->mapping_bytes - unit_file->hold_bytes;
+    const size_t held_bytes = unit_file->hold_bytes + (size_t)((1.0 - unit_file->fraction) * (double)moving_bytes);
     if (!unit_file->quant.bits) unit_file->resident_bytes = held_bytes / zpp_page_bytes() * zpp_page_bytes();
     const zpp_status status = unit_file_qcopy_seal(unit_file, err);
     if (status != ZPP_OK) return status;

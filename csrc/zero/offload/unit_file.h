@@ -45,6 +45,9 @@ typedef struct zpp_unit_file zpp_unit_file;
  * free with zpp_unit_file_destroy (NULL is fine). */
 zpp_status zpp_unit_file_create(zpp_comm *comm, double fraction, zpp_unit_file **out, struct zpp_err *err);
 void zpp_unit_file_destroy(zpp_unit_file *unit_file);
+/* All units so far stay in memory, and `fraction` is of those that come now. Before seal, once; not with quantised
+ * copies. */
+zpp_status zpp_unit_file_hold(zpp_unit_file *unit_file, struct zpp_err *err);
 /* One unit; the same on every rank. `*unit` counts from 0, `*offset_bytes` is its place in the mapping. Before seal. */
 zpp_status zpp_unit_file_add(zpp_unit_file *unit_file, size_t bytes, int *unit, size_t *offset_bytes,
                              struct zpp_err *err);

@@ -72,6 +72,7 @@ struct zpp_unit_file {
     int units_count;
     size_t units_capacity;
     size_t mapping_bytes, resident_bytes;
+    size_t hold_bytes; /* of the mapping's first units, all of which stay in memory */
     uint64_t file_bytes; /* first copies and second ones */
     size_t second_bytes; /* of second copies, in the file */
     bool keeps_two;      /* some unit does */
