@@ -54,7 +54,7 @@ def build(name: str, implementation: str = "eager") -> Any:
     model.set_experts_implementation(implementation)
     with torch.no_grad():
         for parameter in model.parameters():  # routers of some models begin with zeros, and choose by ties
-            if not parameter.any():
+            if not parameter.is_meta and not parameter.any():
                 parameter.normal_(std=0.02)
     return model
 

@@ -127,6 +127,21 @@ def test_four_ranks(layout: str) -> None:
     parity("Mixtral", LAYOUTS[layout], "zeropp", stage=3)
 
 
+PYRAMIDS = {
+    "2 and 4": {"*.layers.0.*": 2, "*": 4}, "1 and 4": {"*.layers.0.*": 1, "*.layers.1.*": "auto"},
+    "in one unit": {"model.layers.0.mlp.experts": 4, "*": 2},
+}  # fmt: skip
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("pyramid", PYRAMIDS)
+def test_other_ranks_for_other_layers(pyramid: str) -> None:
+    """PR-MoE: the ranks with the same experts are others in each layer, and still one step has one norm."""
+    more: dict[str, Any] = {"units": 1 << 30} if pyramid == "in one unit" else {}
+    for stage in (1, 3):
+        parity("Mixtral", zeropp.Experts(parallel=PYRAMIDS[pyramid]), "zeropp", stage=stage, **more)
+
+
 @pytest.mark.slow
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", MODELS)
@@ -224,12 +239,20 @@ def test_generate_and_evaluate() -> None:
 def test_checkpoints_go_to_any_layout() -> None:
     """Saved by ranks with different experts, loaded with all experts in slices on every rank, and the other way round."""
     folder = of_all_ranks(tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None)[0]
-    layouts: list[Any] = [2, zeropp.Experts(parallel=1, slices=2), None, zeropp.Experts(parallel=2, slices=2)]
+    pyramid = zeropp.Experts(parallel={"*.layers.1.*": 2, "*": 1})
+    layouts: list[Any] = [
+        2,
+        zeropp.Experts(parallel=1, slices=2),
+        None,
+        zeropp.Experts(parallel=2, slices=2),
+        pyramid,
+        2,
+    ]
     want: dict[str, Tensor] = {}
     for number, layout in enumerate(layouts):
         model = moe_models.build("Mixtral", "grouped_mm")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        config = zeropp.Config(stage=(3, 1, 0, 2)[number], experts=layout)
+        config = zeropp.Config(stage=(3, 1, 0, 2, 3, 1)[number], experts=layout)
         model, optimizer = zeropp.prepare(model, optimizer, config)
         path = "model.layers.1.mlp.experts.down_proj"
         parameter = dict(model.named_parameters())[path]

@@ -31,8 +31,17 @@ def test_what_is_taken(given: Any, wanted: Any) -> None:
         ("four", "experts: 'four' is not allowed"),
         ({"parallel": 0}, "experts.parallel: 0 is not allowed; wanted a whole number >= 1"),
         ({"slices": 0}, "experts.slices: 0 is not allowed; wanted a whole number >= 1 (slices of an expert)"),
+        (
+            {"parallel": {}},
+            "experts.parallel: {} is not allowed; wanted a number of ranks, 'auto', or a dict from patterns",
+        ),
+        ({"parallel": {"*": 0}}, "experts.parallel['*']: 0 is not allowed; wanted a whole number >= 1"),
+        (
+            {"parallel": {"*": "all"}},
+            "experts.parallel['*']: 'all' is not allowed; wanted a number of ranks, or 'auto'",
+        ),
         ({"chunks": 0}, "experts.chunks: 0 is not allowed; wanted a whole number >= 1 (pieces of a layer's tokens"),
-        ({"offload": "cpu"}, "experts.offload: unknown key (value 'cpu'); known are parallel, slices, chunks, cache"),
+        ({"offload": "cpu"}, "experts.offload: 'cpu' is not allowed; wanted a zeropp.Offload(...)"),
     ],
 )
 def test_what_is_refused(given: Any, sentence: str) -> None:
@@ -43,7 +52,7 @@ def test_what_is_refused(given: Any, sentence: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "auto"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
 def test_auto_is_the_largest_number_that_divides(ranks: int, auto: int) -> None:
-    assert zeropp.Experts().ranks_of(ranks, LAYERS) == auto
+    assert zeropp.Experts().ranks_of(ranks, LAYERS) == [auto, auto]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +77,23 @@ def test_experts_are_found_by_the_plan(name: str, count: int) -> None:
     for layer in found:
         assert model.get_submodule(layer.name) is layer.module
         assert set(layer.keys) == set(layer.module._parameters)
+
+
+def test_ranks_by_layer() -> None:
+    """The first pattern that fits counts, in JSON too."""
+    config = zeropp.Config.from_json('{"experts": {"parallel": {"*.layers.0.*": 2, "*": "auto"}}}')
+    assert isinstance(config.experts, zeropp.Experts)
+    assert config.experts.ranks_of(12, LAYERS) == [2, 12]
+    for parallel, sentence in (
+        ({"*.layers.0.*": 2}, r"no pattern fits 'model.layers.1.mlp.experts'; there are '\*.layers.0.\*'; add '\*'"),
+        ({"*.block.*": 2, "*": 2}, r"'\*.block.\*' fits no layer with experts; there are model.layers.0.mlp.experts, "),
+        (
+            {"*.layers.0.*": 3, "*": 4},
+            "3 ranks with different experts: it does not divide the 8 experts of 'model.layers.0",
+        ),
+    ):
+        with pytest.raises(zeropp.ConfigError, match=sentence):
+            zeropp.Experts(parallel=parallel).ranks_of(12, LAYERS)
 
 
 @on_ranks(4)

@@ -49,13 +49,14 @@ def same(got: tuple[dict[str, Tensor], list[float], Any], wanted: tuple[dict[str
 KINDS = {
     "params": {"params": "nvme"},
     "all": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+    "params and states": {"params": "nvme", "optimizer": "nvme"},
     "a half": {"params": 0.5, "grads": 0.5, "optimizer": 0.5},
     "delayed": {"params": "nvme", "optimizer": "nvme", "delayed_update": 0},
 }
 
 
 def offload(kind: str, path: str) -> zeropp.Offload:
-    fields: dict[str, Any] = dict(KINDS[kind])
+    fields: dict[str, Any] = dict(KINDS.get(kind, {kind: "nvme"}))
     for name, value in fields.items():
         if isinstance(value, float):
             fields[name] = zeropp.Tier("nvme", path=path, fraction=value)
@@ -63,7 +64,7 @@ def offload(kind: str, path: str) -> zeropp.Offload:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["params", "all", "a half", "delayed"])
 def test_files_have_the_bits_of_memory(kind: str, ranks: int) -> None:
     """The parameters of each part lie in the file that the ranks of the host share."""
     more = {"offload": zeropp.Offload(optimizer="cpu", delayed_update=0)} if kind == "delayed" else {}
@@ -86,3 +87,94 @@ def test_steps_of_files(more: dict[str, Any]) -> None:
     with scratch() as path:
         kind = "all" if "clip" in more else "params"  # gradients in a file are added once for each micro-step
         same(trained(2, offload=offload(kind, path), **more), wanted)
+
+
+# -- experts alone -------------------------------------------------------------------------------------------------------
+
+
+def alone(kind: str, path: str) -> zeropp.Experts:
+    return zeropp.Experts(parallel=2, offload=offload(kind, path))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", ["params", "grads", "optimizer", "all", "a half"])
+def test_tiers_of_experts_alone(kind: str) -> None:
+    """The same bits, and the files have the experts and nothing else."""
+    wanted = trained(2, precision="bf16")
+    with scratch() as path:
+        got = trained(alone(kind, path), precision="bf16")
+    same(got, wanted)
+    size = {name: value.numel() for name, value in wanted[0].items()}
+    mine = sum(count for name, count in size.items() if ".experts." in name) / dist.get_world_size()
+    rest = sum(count for name, count in size.items() if ".experts." not in name)
+    for name, each in {"params": 2, "grads": 2, "master": 4, "optimizer": 8}.items():
+        in_file, held = got[2].get("nvme", {}).get(name), got[2]["cpu"][name]["held"]
+        kinds = KINDS.get(kind, {kind: "nvme"})
+        if ("optimizer" if name == "master" else name) not in kinds:
+            assert in_file is None
+            continue
+        share = 0.5 if kind == "a half" else 1.0
+        pages = 2 * 4096  # two units of experts, each of whole pages where a half of it is in the file
+        for what in ("planned", "held"):
+            assert abs(in_file[what] - share * each * mine) <= pages, (name, what, in_file, each * mine)
+        assert abs(got[2]["cpu"][name]["planned"] - held) <= 20 * 4096, (name, got[2]["cpu"][name])  # all units
+        # What is no expert: every rank's shard; units that are no block's are small, and whole on each rank.
+        assert held >= each * rest / dist.get_world_size()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("more", [{"step_in_backward": True}, {"accumulate": 2}, {"clip": 0.1}, {"delayed": True}])
+def test_steps_of_experts_in_files(more: dict[str, Any]) -> None:
+    """Both kinds of units in one step: inside the backward, over micro-steps, with a norm over all, delayed."""
+    delayed: dict[str, Any] = (
+        {"offload": zeropp.Offload(optimizer="cpu", delayed_update=0)} if "delayed" in more else {}
+    )
+    more = {key: value for key, value in more.items() if key != "delayed"} | delayed
+    wanted = trained(2, **more)
+    with scratch() as path:
+        kind = "all" if "clip" in more or "offload" in more else "params and states"  # as in test_steps_of_files
+        same(trained(alone(kind, path), **more), wanted)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_experts_in_files() -> None:
+    """What experts in files saved loads where all is in memory, and the other way round."""
+    with scratch() as path:
+        first, optimizer = prepared(alone("all", path))
+        loss_of(first, batch(0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zeropp.save(f"{path}/step", first, optimizer)
+        wanted = zeropp.full_state_dict(first)
+        for experts in (2, alone("optimizer", path)):
+            second, other = prepared(experts)
+            zeropp.load(f"{path}/step", second, other)
+            got = zeropp.full_state_dict(second)
+            assert [name for name, value in wanted.items() if not torch.equal(got[name], value)] == []
+            del second, other
+        del first, optimizer
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"stage": 2, "kinds": {"params": "nvme"}},
+            r"Config.offload.params.kind: 'nvme' does not combine with Config.stage=2",
+        ),
+        ({"kinds": {"activations": "nvme"}}, r"Experts.offload: .* wanted params, grads and optimizer"),
+        (
+            {"kinds": {"optimizer": "cpu"}},
+            r"Experts.offload: .* wanted params, grads or optimizer on 'nvme', and none on 'cpu'",
+        ),
+        (
+            {"kinds": {"optimizer": "nvme"}, "offload": zeropp.Offload(optimizer="nvme", path="/tmp")},
+            r"Experts.offload.optimizer: 'nvme', and Config.offload.optimizer has all of them there",
+        ),
+    ],
+)
+def test_what_tiers_of_experts_refuse(config: dict[str, Any], sentence: str) -> None:
+    kinds = config.pop("kinds")
+    path = {"path": "/tmp"} if "nvme" in kinds.values() else {}
+    with pytest.raises(zeropp.ConfigError, match=sentence):
+        zeropp.Config(experts=zeropp.Experts(offload=zeropp.Offload(**kinds, **path)), **config)

@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--comm", nargs="*", default=[], metavar="KIND=FORMAT", help="such as params=int8 or grads=int4 (exact)"
     )
     parser.add_argument("--host-copy", choices=("auto", "off"), default="auto", help="one shared copy a host (auto)")
+    parser.add_argument(
+        "--experts", metavar="N", help="ranks with different experts, or auto: Config(experts=N); default: none"
+    )
     parser.add_argument("--tokens", type=int, help="a rank and step; with --tflops: the bandwidth each tier needs")
     parser.add_argument("--tflops", type=float, help="that a rank's computation reaches")
     parser.add_argument(
@@ -100,8 +103,16 @@ def _config(options: argparse.Namespace) -> Config:
     formats = dict(map(_format_of, options.comm))
     return Config(
         stage=options.stage, precision=Precision(param=options.precision, state=options.states), host_copy=options.host_copy,
-        offload=Offload(**tiers), comm=Comm(**formats),
+        offload=Offload(**tiers), comm=Comm(**formats), experts=_experts_of(options.experts),
     )  # fmt: skip
+
+
+def _experts_of(said: str | None) -> int | str | None:
+    if said is None or said == "auto":
+        return said
+    if not said.isdecimal():
+        raise ConfigError(f"--experts {said}: wanted a number of ranks, or auto")
+    return int(said)
 
 
 def _tier_of(said: str, paths: list[str]) -> tuple[str, Any]:
@@ -236,6 +247,14 @@ def _ranks_of(options: argparse.Namespace) -> tuple[int, str]:
     return int(options.ranks), "each"
 
 
+def _experts_lines(found: dict[str, Any], options: argparse.Namespace, amount: Callable[[float], str]) -> Iterator[str]:
+    """Yield what experts take, and where bringing tokens to them costs as much as bringing them to tokens."""
+    yield f"  experts on {options.experts} ranks: {counted(found['parameters'], 'parameter')}, {found['of_a_token']} of a token"
+    if "crossing" in found:
+        token, weights = amount(found["token_bytes"]).strip(), amount(found["weight_bytes"]).strip()
+        yield f"  a forward moves {token} for each token, or {weights} of weights: at {counted(found['crossing'], 'token')} a rank both are equal"
+
+
 def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
     def amount(value: float) -> str:
         for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
@@ -266,5 +285,7 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
             else ""
         )
         lines.append(f"  a step moves {amount(value)} ({kind}){need}")
+    if "experts" in found:
+        lines += _experts_lines(found["experts"], options, amount)
     lines.append("activations are not in it")
     return "\n".join(lines)

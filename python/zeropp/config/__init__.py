@@ -9,6 +9,7 @@ combine stands in zeropp/compat.py.
 from zeropp.config.config import Config
 from zeropp.config.config import as_config as as_config
 from zeropp.config.config import facts_of as facts_of
+from zeropp.config.config import with_tiers as with_tiers
 from zeropp.config.efficiency import Efficiency, Growth, LayerDrop, TokenDrop
 from zeropp.config.experts import Experts
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier

@@ -13,7 +13,7 @@ import torch
 
 from zeropp import compat
 from zeropp.config.efficiency import Efficiency
-from zeropp.config.experts import Experts, as_experts
+from zeropp.config.experts import Experts, as_experts, offload_with_experts
 from zeropp.config.sections import Comm, LossScale, Offload, Precision
 from zeropp.config.values import (
     DTYPES,
@@ -281,9 +281,8 @@ class Config:
 def facts_of(config: Config) -> dict[str, Any]:
     """Return what a configuration says, for :mod:`zeropp.compat`."""
     precision = config.precision if isinstance(config.precision, Precision) else Precision(param=config.precision)
-    tiers: dict[str, Any] = {
-        name: getattr(config.offload, name) for name in ("params", "grads", "optimizer", "activations")
-    }
+    offload = offload_with_experts(config.offload, config.experts if isinstance(config.experts, Experts) else None)
+    tiers: dict[str, Any] = {name: getattr(offload, name) for name in ("params", "grads", "optimizer", "activations")}
     plain = (
         "stage",
         "loss_scale",
@@ -305,6 +304,15 @@ def facts_of(config: Config) -> dict[str, Any]:
         "Config.offload.delayed_update": config.offload.delayed_update,
         **{f"Config.comm.{one.name}": getattr(config.comm, one.name) for one in dataclasses.fields(Comm)},
     }
+
+
+def with_tiers(config: Config) -> Config:
+    """Return a configuration whose `offload` is that of the model as a whole: a kind that experts alone have in files is on "nvme"."""
+    experts = config.experts if isinstance(config.experts, Experts) else None
+    offload = offload_with_experts(config.offload, experts)
+    if offload is config.offload or experts is None:
+        return config
+    return dataclasses.replace(config, offload=offload, experts=dataclasses.replace(experts, offload=None))
 
 
 def as_config(given: Any, caller: str) -> Config:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeropp.config.values import MOST_NUMBER, refuses_unknown, whole, wrong
+from zeropp.config.sections import Offload, Tier
+from zeropp.config.values import MOST_NUMBER, instance, refuses_unknown, whole, wrong
 from zeropp.errors import ConfigError, shown
 
 
@@ -17,10 +20,11 @@ from zeropp.errors import ConfigError, shown
 class Experts:
     """Expert parallelism (DeepSpeed-MoE, Rajbhandari et al. 2022, section 5). `Config(experts=4)` is `Experts(parallel=4)`."""
 
-    parallel: int | str = "auto"
+    parallel: int | str | Mapping[str, int | str] | tuple[tuple[str, int | str], ...] = "auto"
     """Number of ranks that hold different experts: of N ranks, each holds 1/parallel of the experts of every layer, and the N/parallel
     ranks with the same ones partition them as the stage says. It divides the number of ranks and the number of experts of every
-    layer, times `slices`. "auto": the largest number that does."""
+    layer, times `slices`. "auto": the largest number that does. A dict says it by layer, where layers have different numbers of
+    experts (PR-MoE): `{"*.layers.0.*": 2, "*": 4}` has patterns of the names of modules, of which the first that fits counts."""
 
     slices: int = 1
     """Slices of an expert (E+D+M): each is an expert of its own, with 1/slices of the intermediate size, that gets the tokens of the
@@ -36,23 +40,66 @@ class Experts:
     stay. It takes `Offload(params="nvme")`, or `Precision(stored=)`; passes with gradients gather whole layers. None: every pass
     does."""
 
+    offload: Offload | None = None
+    """Tiers of the experts alone: `Experts(offload=Offload(optimizer="nvme", path="/nvme"))` keeps their optimizer states in files, and
+    those of the rest of the model where `Config.offload` says. It takes `params`, `grads` and `optimizer` on "nvme", each where
+    `Config.offload` has none on "nvme". None: experts are where everything else is."""
+
     def __post_init__(self) -> None:
         if isinstance(self.chunks, str):
             if self.chunks != "auto":
                 raise wrong("Experts.chunks", self.chunks, "a number of pieces, or 'auto'")
         else:
             whole("Experts.chunks", self.chunks, 1, "pieces of a layer's tokens, or 'auto'")
-        if isinstance(self.parallel, str):
-            if self.parallel != "auto":
-                raise wrong("Experts.parallel", self.parallel, "a number of ranks, or 'auto'")
-        else:
-            whole("Experts.parallel", self.parallel, 1, "ranks that hold different experts, or 'auto'")
+        self._check_parallel()
         whole("Experts.slices", self.slices, 1, "slices of an expert")
         if self.cache is not None:
             object.__setattr__(self, "cache", _bytes("Experts.cache", self.cache))
+        if self.offload is not None:
+            self._check_offload(self.offload)
 
-    def ranks_of(self, ranks: int, layers: Sequence[tuple[str, int]]) -> int:
-        """Return the number of ranks that hold different experts.
+    def _check_parallel(self) -> None:
+        given: Any = self.parallel
+        if isinstance(given, (Mapping, tuple)):
+            pairs = tuple(given.items() if isinstance(given, Mapping) else given)
+            if not pairs or not all(
+                isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs
+            ):
+                raise wrong(
+                    "Experts.parallel", given, "a number of ranks, 'auto', or a dict from patterns of names to them"
+                )
+            for pattern, ranks in pairs:
+                _check_ranks(f"Experts.parallel[{pattern!r}]", ranks)
+            object.__setattr__(self, "parallel", pairs)
+        else:
+            _check_ranks("Experts.parallel", given)
+
+    def _check_offload(self, offload: Offload) -> None:
+        instance("Experts.offload", offload, Offload)
+        kinds = {kind: getattr(offload, kind).kind for kind in OFFLOADED}
+        if offload.activations != Tier() or offload.delayed_update is not None:
+            raise wrong(
+                "Experts.offload",
+                offload,
+                "params, grads and optimizer; activations and delayed_update are Config.offload's",
+            )
+        if any(kind == "cpu" for kind in kinds.values()) or "nvme" not in kinds.values():
+            raise wrong("Experts.offload", offload, "params, grads or optimizer on 'nvme', and none on 'cpu'")
+
+    def _wanted(self, name: str) -> int | str:
+        """Return what `parallel` says for a layer."""
+        if not isinstance(self.parallel, tuple):
+            return self.parallel  # type: ignore[return-value]
+        for pattern, ranks in self.parallel:
+            if fnmatch.fnmatchcase(name, pattern):
+                return ranks
+        raise ConfigError(
+            f"Experts.parallel: no pattern fits '{name}'; there are {', '.join(repr(one) for one, _ in self.parallel)}; add '*' for the "
+            "other layers"
+        )
+
+    def ranks_of(self, ranks: int, layers: Sequence[tuple[str, int]]) -> list[int]:
+        """Return the number of ranks that hold different experts of each layer.
 
         Args:
             ranks: of the job.
@@ -61,14 +108,28 @@ class Experts:
         Raises:
             zeropp.ConfigError: ranks or experts do not divide; it names the layer, and the nearest number that fits.
         """
+        wanted = [self._wanted(name) for name, _ in layers]
+        if isinstance(self.parallel, tuple):
+            for pattern, _ in self.parallel:
+                if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in layers):
+                    raise ConfigError(
+                        f"Experts.parallel: {pattern!r} fits no layer with experts; there are {', '.join(name for name, _ in layers)}"
+                    )
+        same: dict[int | str, list[tuple[str, int]]] = {}
+        for one, layer in zip(wanted, layers, strict=True):
+            same.setdefault(one, []).append(layer)
+        found = {one: self._ranks_of(ranks, together, one) for one, together in same.items()}
+        return [found[one] for one in wanted]
+
+    def _ranks_of(self, ranks: int, layers: Sequence[tuple[str, int]], wanted: int | str) -> int:
+        """Return the number of ranks for layers of which `parallel` says the same."""
         fitting = [
             n
             for n in range(1, ranks + 1)
             if ranks % n == 0 and all(self.slices * experts % n == 0 for _, experts in layers)
         ]
-        if not isinstance(self.parallel, int):
+        if not isinstance(wanted, int):
             return fitting[-1]
-        wanted = self.parallel
         if wanted in fitting:
             return wanted
         near = min(fitting, key=lambda n: (abs(n - wanted), -n))
@@ -81,6 +142,36 @@ class Experts:
         raise ConfigError(
             f"Config.experts: {wanted} ranks with different experts: {reason}; the nearest number that fits is {near}"
         )
+
+
+OFFLOADED = ("params", "grads", "optimizer")
+"""Kinds of state for which experts may have a tier of their own."""
+
+
+def _check_ranks(path: str, value: Any) -> None:
+    if isinstance(value, str):
+        if value != "auto":
+            raise wrong(path, value, "a number of ranks, or 'auto'")
+    else:
+        whole(path, value, 1, "ranks that hold different experts, or 'auto'")
+
+
+def offload_with_experts(offload: Offload, experts: Experts | None) -> Offload:
+    """Return the tiers of a model whose experts may have tiers of their own; other units stay in memory then, of the same kind.
+
+    Raises:
+        zeropp.ConfigError: both say "nvme" for one kind.
+    """
+    own = None if experts is None else experts.offload
+    if own is None:
+        return offload
+    kinds = {kind: getattr(own, kind) for kind in OFFLOADED if getattr(own, kind).kind == "nvme"}
+    for kind in kinds:
+        if getattr(offload, kind).kind == "nvme":
+            raise ConfigError(
+                f"Experts.offload.{kind}: 'nvme', and Config.offload.{kind} has all of them there, those of experts too; leave one of the two out"
+            )
+    return dataclasses.replace(offload, **kinds)
 
 
 _UNITS = {"": 1, "B": 1} | {f"{k}{i}B": n**e for i, n in (("i", 1024), ("", 1000)) for e, k in enumerate("KMGT", 1)}

@@ -99,11 +99,18 @@ def _own_fields(native: Mapping[str, Any], known: list[str], others: Iterable[st
     return fields
 
 
-def _offload(keys: Mapping[str, Any]) -> Offload:
+def _offload(keys: Mapping[str, Any], path: str = "offload") -> Offload:
     tiers = {
-        k: build(Tier, v, f"offload.{k}") if isinstance(v, Mapping) and k in _TIER_KEYS else v for k, v in keys.items()
+        k: build(Tier, v, f"{path}.{k}") if isinstance(v, Mapping) and k in _TIER_KEYS else v for k, v in keys.items()
     }
-    return build(Offload, tiers, "offload")
+    return build(Offload, tiers, path)
+
+
+def _experts(keys: Mapping[str, Any]) -> Experts:
+    fields = {
+        k: _offload(v, "experts.offload") if k == "offload" and isinstance(v, Mapping) else v for k, v in keys.items()
+    }
+    return build(Experts, fields, "experts")
 
 
 def _efficiency(keys: Mapping[str, Any]) -> Efficiency:
@@ -133,7 +140,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "efficiency": _efficiency,
     "comm": lambda keys: build(Comm, keys, "comm"),
     "precision": lambda keys: build(Precision, keys, "precision"),
-    "experts": lambda keys: build(Experts, keys, "experts"),
+    "experts": _experts,
     "loss_scale": lambda keys: build(LossScale, keys, "loss_scale"),
 }
 

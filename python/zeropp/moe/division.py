@@ -19,14 +19,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.config import Config
+from zeropp.config import Config, with_tiers
 from zeropp.errors import ConfigError
 from zeropp.moe.exchange import Exchange
 from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers
 from zeropp.moe.on_demand import Cache, DemandCall, DemandLayer
 from zeropp.zero.formulas import loads_units
 from zeropp.zero.model.boxes import Box, Boxes, Dims, one_box
-from zeropp.zero.model.part import Parts, cut, parts_of
+from zeropp.zero.model.part import Parts, cut, parts_of, shown
 
 _groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 """By the process group of the job and ``ep``: the group of this rank."""
@@ -37,34 +37,53 @@ class Division:
     """The experts of one model on this rank."""
 
     layers: list[ExpertLayer]
-    ranks: int
-    """Ranks that hold different experts."""
+    ranks: list[int]
+    """By layer: how many ranks hold different experts."""
     slices: int
     """Slices of an expert, each an expert of its own here."""
     chunks: int | str
     """Pieces in which tokens go to other hosts."""
-    exchange: Exchange
-    """Of the ranks that hold different experts."""
+    exchanges: dict[int, Exchange]
+    """By that number: the exchange of the ranks that hold different experts."""
     parts: dict[nn.Parameter, nn.Parameter]
     """By parameter of the model, this rank's part; empty where one rank has all experts, and none on demand."""
     cache_bytes: int | None = None
     """Of experts on demand; None: there are none."""
+    offloads: bool = False
+    """True if experts alone have states in files."""
 
     @property
     def apart(self) -> list[nn.Module]:
         """Return the modules that are a unit each: those that stay where they are while a pass reads single experts."""
-        return [] if self.cache_bytes is None else [layer.module for layer in self.layers]
+        return [] if self.cache_bytes is None and not self.offloads else [layer.module for layer in self.layers]
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the different numbers of parts that parameters are in."""
+        return sorted({len(parts.boxes) for part in self.parts.values() if (parts := parts_of(part)) is not None})
+
+    def has_experts(self, params: list[nn.Parameter]) -> bool:
+        """Return True if these parameters of a unit, or some of them, are experts."""
+        experts = {layer.module._parameters[key] for layer in self.layers for key in layer.keys}
+        return any(shown(one) in experts for one in params)
+
+    def is_held(self, params: list[nn.Parameter]) -> bool:
+        """Return True if these parameters of a unit stay in memory, because the files are those of experts."""
+        return self.offloads and not self.has_experts(params)
 
     def install(self, engine: Any) -> None:
         """Let the modules compute with this rank's experts, on rows of all ranks."""
         cache = None if self.cache_bytes is None else Cache(engine, self.cache_bytes)
         if cache is not None:
             engine.core.set_on_demand(bytes(parts_of(unit.params[0].param) is not None for unit in engine.units))
-        for number, layer in enumerate(self.layers if self.parts else ()):
+        for number, (layer, ranks) in enumerate(zip(self.layers, self.ranks, strict=True)):
+            if getattr(layer.module, layer.keys[0]) not in self.parts:
+                continue
             local = {key: self.parts[getattr(layer.module, key)] for key in layer.keys}
-            layer.module.forward = forward = ExpertsForward(layer, self.exchange, local, self.slices, self.chunks)
+            exchange = self.exchanges[ranks]
+            layer.module.forward = forward = ExpertsForward(layer, exchange, local, self.slices, self.chunks)
             if cache is not None:
-                first = self.exchange.rank * layer.experts * self.slices // self.ranks
+                first = exchange.rank * layer.experts * self.slices // ranks
                 forward.demand = DemandLayer(cache, number, layer.name, local, first, self.slices)
                 layer.module._compiled_call_impl = DemandCall(layer.module)
 
@@ -82,21 +101,36 @@ def divide(model: nn.Module, config: Config, comm: Any) -> Division:
     chosen: Any = config.experts
     count = comm.ranks if comm is not None else 1
     ranks = chosen.ranks_of(count, [(layer.name, layer.experts) for layer in layers])
-    exchange = Exchange(_ranks_of(comm, ranks))
+    exchanges = {one: Exchange(_ranks_of(comm, one)) for one in sorted(set(ranks))}
     parts = {}
     _check_cache(chosen.cache, config, comm)
-    for layer in layers if ranks > 1 or chosen.slices > 1 or chosen.cache is not None else ():
-        _refuse_buffers(layer)
-        for key in layer.keys:
-            parameter = layer.module._parameters[key]
-            assert parameter is not None
-            boxes = tuple(_boxes(layer, key, parameter.shape, rank, ranks, chosen.slices) for rank in range(ranks))
-            parts[parameter] = cut(parameter, Parts(exchange.comm, boxes))
-    return Division(layers, ranks, chosen.slices, chosen.chunks, exchange, parts, chosen.cache)
+    for layer, one in zip(layers, ranks, strict=True):
+        if one > 1 or chosen.slices > 1 or chosen.cache is not None:
+            parts.update(parts_of_layer(layer, one, chosen.slices, exchanges[one].comm))
+    return Division(
+        layers, ranks, chosen.slices, chosen.chunks, exchanges, parts, chosen.cache, chosen.offload is not None
+    )
+
+
+def parts_of_layer(layer: ExpertLayer, ranks: int, slices: int, comm: Any) -> dict[nn.Parameter, nn.Parameter]:
+    """Return, by parameter of a layer, the part of it that this rank has.
+
+    Args:
+        ranks: that hold different experts.
+        comm: of these; None: the first one's part.
+    """
+    _refuse_buffers(layer)
+    parts = {}
+    for key in layer.keys:
+        parameter = layer.module._parameters[key]
+        assert parameter is not None
+        boxes = tuple(_boxes(layer, key, parameter.shape, rank, ranks, slices) for rank in range(ranks))
+        parts[parameter] = cut(parameter, Parts(comm, boxes))
+    return parts
 
 
 def _check_cache(cache: int | None, config: Config, comm: Any) -> None:
-    if cache is not None and not loads_units(config):
+    if cache is not None and not loads_units(with_tiers(config)):
         raise ConfigError(
             f"Experts.cache: {cache} bytes of experts on demand, of parameters that are in memory already; wanted "
             "Offload(params='nvme', path=...) or Precision(stored='int8' | 'int4'), or leave it at None"

@@ -78,6 +78,7 @@ def make_engine(
         in_memory = ParamStore()
         for index, plan in enumerate(plans):
             unit = _bind(engine, index, plan, groups[plan.spread])
+            unit.held = plan.held
             unit.states_in, unit.params_in = memory, engine.params if unit.in_file else in_memory
             engine.units.append(unit)
             if plan.trainable:
@@ -171,7 +172,7 @@ def _add_units(
         core.add_unit(
             plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
             not plan.trainable and not plan.stays_frozen, place,
-            *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index,
+            *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index, plan.held,
         )  # fmt: skip
         for number, parameter in enumerate(plan.params):
             if place == FILE and shown(parameter) in quantised:

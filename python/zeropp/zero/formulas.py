@@ -35,6 +35,8 @@ class UnitSizes:
     trainable: bool
     in_file: bool
     """True if its parameters are loaded where they are needed, from NVMe or from quantised copies."""
+    held: bool
+    """True if it stays in memory, where other units have states in files."""
     has_master: bool
     whole_bytes: int
     params_bytes: float
@@ -103,6 +105,7 @@ def _size_of(engine: ModelState, unit: Unit, padded: bool) -> UnitSizes:
     return UnitSizes(
         unit.trainable,
         unit.in_file,
+        unit.held,
         unit.has_master and (padded or unit.dtype.itemsize < 4),  # a delayed update counts its copy of float32 itself
         unit.elems * unit.dtype.itemsize,
         params_bytes / (ranks if stage == 3 else 1) + second,
@@ -137,14 +140,23 @@ def pools_grads(in_backward: bool, grads_in_file: bool, stage: int, ranks: int) 
     return in_backward and not grads_in_file and (stage >= 2 or ranks == 1)
 
 
-def split(total_bytes: int, fraction: float) -> tuple[int, int]:
-    """Return (bytes in memory, bytes in the file) of a kind of state of which a fraction is offloaded."""
-    in_file = round(total_bytes * fraction)
-    return total_bytes - in_file, in_file
+def split(engine: ModelState, paper: dict[str, int], kind: str, fraction: float) -> tuple[int, int]:
+    """Return (bytes in memory, bytes in the file) of a kind of state of which a fraction is offloaded, of units that are not held."""
+    return split_units(sizes_of(engine, padded=False), paper, kind, fraction)
 
 
-def shares_in_file(sizes: list[int], fraction: float) -> list[float]:
+def split_units(units: Sequence[UnitSizes], total: dict[str, int], kind: str, fraction: float) -> tuple[int, int]:
+    """Do as :func:`split`, for units before they exist; ``total``: bytes by kind."""
+    moving = total
+    if any(unit.held for unit in units):
+        moving = model_states([unit for unit in units if not unit.held], False)
+    in_file = round(moving[kind] * fraction)
+    return total[kind] - in_file, in_file
+
+
+def shares_in_file(units: Sequence[UnitSizes], fraction: float) -> list[float]:
     """Return which share of each unit lies in the file, where units lie one after the other and the first bytes are resident."""
+    sizes = [unit.whole_bytes if unit.in_file and not unit.held else 0 for unit in units]
     resident_bytes, begin, shares = (1 - fraction) * sum(sizes), 0, []
     for size in sizes:
         shares.append(min(1.0, max(0.0, (begin + size - resident_bytes) / size)) if size else 0.0)
@@ -157,13 +169,14 @@ def delayed_bytes(
 ) -> tuple[int, dict[str, float]]:
     """Return (bytes in memory, bytes in files by kind) of a delayed update, each where its kind lives: the new values of this rank's
     shards, and its gradients."""
-    shares = shares_in_file([unit.whole_bytes if unit.in_file else 0 for unit in units], params_share)
+    shares = shares_in_file(units, params_share)
     values = [unit.own_elems * unit.param_bytes * unit.trainable for unit in units]
     grads = sum(unit.own_elems * unit.grad_bytes for unit in units if unit.trainable)
     back = grads if ranks > 1 or grads_share else 0.0  # one rank alone hands over its p.grad
+    held = sum(unit.own_elems * unit.grad_bytes for unit in units if unit.trainable and unit.held)
     in_files = {
         "params": sum(own * share for own, share in zip(values, shares, strict=True)),
-        "grads": back * grads_share,
+        "grads": max(0.0, back - held) * grads_share,
     }
     return round(sum(values) + back - sum(in_files.values())), in_files
 
@@ -184,13 +197,15 @@ def tier_buffers(units: Sequence[UnitSizes], offload: Offload, moments: int, *, 
     total, window_elems = 0, _WINDOW_ELEMS
     if _is_on_disk(offload.optimizer):
         fraction = _share(offload.optimizer)
-        pairs = [(int(one.own_elems), one.has_master) for one in shards]
+        pairs = [(int(one.own_elems), one.has_master, one.held) for one in shards]
         total, record_elems = _C.optim_file_plan(pairs, fraction, (1 << moments) - 1, inside)
         window_elems = max(record_elems, _WINDOW_ELEMS if fraction < 1 else 0)
-    grads = shards if _is_on_disk(offload.grads) else []
+    grads = [one for one in shards if not one.held] if _is_on_disk(offload.grads) else []
     total += _shards_in_memory(grads, _share(offload.grads))
     if not inside:
-        total += _windows([(int(one.own_elems), one.param_bytes) for one in shards if one.in_file], window_elems)
+        total += _windows(
+            [(int(one.own_elems), one.param_bytes) for one in shards if one.in_file and not one.held], window_elems
+        )
         total += _windows([(int(one.own_elems), one.grad_bytes) for one in grads], window_elems)
     return total
 

@@ -30,6 +30,8 @@ its copy beside it (docs/design/0015).
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ import torch
 from torch import nn
 
 from zeropp import _C, compat
-from zeropp.config import TORCH_DTYPES, Config, as_config
+from zeropp.config import TORCH_DTYPES, Config, as_config, with_tiers
 from zeropp.errors import ConfigError, counted, shown, what_it_is
 from zeropp.parallel.parts import MeshSizes, between_ranks, mesh_sizes, slices_of, stage_of
 from zeropp.zero.formulas import (
@@ -54,7 +56,7 @@ from zeropp.zero.formulas import (
     pools_grads,
     read_ahead_bytes,
     shares_host_copy,
-    split,
+    split_units,
     tier_buffers,
     tier_of,
 )  # fmt: skip
@@ -89,6 +91,17 @@ class _Run:
         """Return how many ranks have one copy of what is loaded together."""
         return self.ranks if self.config.stored_name is None else self.ranks // self.hosts
 
+    def sharers_of(self, unit: _Sizes) -> float:
+        """Return how many of them have one copy of a unit together, of which other ranks may have other parts."""
+        return self.sharers * unit.ranks / self.ranks
+
+    def of(self, plan: UnitPlan) -> _Run:
+        """Return the run as those ranks see it that partition a unit together."""
+        parts = max(1, plan.parted)
+        here = self.ranks // self.hosts  # neighbours have different parts
+        hosts = self.hosts if parts <= here else self.hosts * here // parts
+        return dataclasses.replace(self, ranks=self.ranks // parts, hosts=max(1, hosts))
+
     def on_nvme(self, *kinds: str) -> bool:
         """Return True if any of these kinds is on NVMe."""
         return any(tier_of(self.config, kind).kind == "nvme" for kind in kinds)
@@ -103,6 +116,10 @@ class _Sizes(UnitSizes):
     """One unit: its plan, and the bytes of what moves."""
 
     plan: UnitPlan
+    ranks: int
+    """How many partition it."""
+    hosts: int
+    """On how many hosts they are."""
     shard_bytes: int
     moves: bool
     """True if its values are gathered where they are needed, and not loaded."""
@@ -162,6 +179,10 @@ def estimate(
         the next backward); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with
         ``delayed_update``: new values and gradients of the update under way). Where a tier has several folders,
         ``folders`` says the bytes in each (``{folder: bytes}``), and each moves its share of ``traffic["nvme"]``.
+        With ``Config.experts`` also ``experts``: ``parameters`` of all of them, and ``of_a_token`` of those that one chooses; ``states``:
+        bytes of model states of experts, of which ranks have different ones, on one rank; ``token_bytes`` that a token moves in a forward
+        to the ranks of its experts and back, ``weight_bytes`` that a rank would gather in their place, and ``crossing``: tokens a rank at
+        which both are equal.
         ``traffic``: bytes a rank reads from peers, and reads and writes on NVMe, in one step of one micro-batch; of
         gradients on NVMe in all ``accumulate`` of a step; of parameters on NVMe on average over the ranks, as long as
         they are at the same unit. ``bandwidth``: bytes/s at which each of them takes as long as the computation does:
@@ -229,8 +250,10 @@ def _of_ranks(
     model: nn.Module, run: _Run, tokens: int | None, tflops: float | None, slices: Mapping[Any, Any] | None = None
 ) -> dict[str, Any]:
     """Return what each of so many data ranks holds of a model, or of slices of its parameters, and the bytes of whole gradients."""
-    config, hosts = run.config, run.hosts
-    plans = _plans(model, config, slices)
+    hosts, division = run.hosts, _division(model, run, slices)
+    run = dataclasses.replace(run, config=with_tiers(run.config))
+    config = run.config
+    plans = _plans(model, config, slices, division)
     all_units = [_sizes(plan, run) for plan in plans]
     units, exact_bytes = _held_as_values(all_units, run)
     held = _held(model, units, run)
@@ -238,25 +261,54 @@ def _of_ranks(
     traffic = {**_traffic(units, run), "nvme": _nvme_traffic(model, units, run, in_file)}
     if hosts > 1:
         traffic["network"] = _network_traffic(units, run)
-    parameters = sum(plan.numel for plan in plans)
-    answer = {
+    parameters = sum(plan.numel * max(1, plan.parted) for plan in plans)
+    answer: dict[str, Any] = {
         "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(plans),
         "largest_unit": max(unit.whole_bytes for unit in all_units), "traffic": traffic,
     }  # fmt: skip
+    if division is not None:
+        answer["experts"] = _experts(model, division, units)
     answer["gradients"] = sum(unit.plan.numel * unit.grad_bytes for unit in all_units if unit.trainable)
     if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
         answer["folders"] = _folders(config, in_file, delayed)
     if tokens is not None and tflops is not None:
-        seconds = 6 * parameters * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
+        idle = 0 if division is None else answer["experts"]["parameters"] - answer["experts"]["of_a_token"]
+        seconds = 6 * (parameters - idle) * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
         answer["compute_seconds"] = seconds
         answer["bandwidth"] = {kind: value / seconds for kind, value in traffic.items()}
     return answer
 
 
-def _plans(model: nn.Module, config: Config, slices: Mapping[Any, Any] | None = None) -> list[UnitPlan]:
+def _experts(model: nn.Module, division: Any, units: list[_Sizes]) -> dict[str, Any]:
+    """Return the figures of a model's experts; see :func:`estimate`."""
+    theirs = [unit for unit in units if division.has_experts(unit.plan.params)]
+    elem_bytes = max(unit.param_bytes for unit in theirs)
+    figures = importlib.import_module("zeropp.moe.crossing").exchange_figures(model, division, elem_bytes)
+    states = model_states([unit for unit in theirs if unit.plan.parted], False)
+    return {**figures, "states": sum(states.values())}
+
+
+def _division(model: nn.Module, run: _Run, slices: Mapping[Any, Any] | None) -> Any:
+    """Return how ``Config.experts`` would divide the model's experts; None: it does not. As in ``prepare``, what knows experts is loaded
+    where there are some."""
+    if run.config.experts is None:
+        return None
+    if slices is not None:
+        raise ConfigError(
+            "estimate: a mesh, and Config.experts, which prepare refuses on some ranks of a job; leave one of the two out"
+        )
+    return importlib.import_module("zeropp.moe.crossing").planned_division(model, run.config, run.ranks)
+
+
+def _plans(
+    model: nn.Module, config: Config, slices: Mapping[Any, Any] | None = None, division: Any = None
+) -> list[UnitPlan]:
     """Return the units that ``prepare`` would make."""
     dtype = None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
-    plans = plan_units(model, config.units, dtype, config.ignored, slices)
+    parts, apart = (slices, ()) if division is None else (division.parts, division.apart)
+    plans = plan_units(model, config.units, dtype, config.ignored, parts, apart)
+    for plan in plans:
+        plan.held = division is not None and division.is_held(plan.params)
     if not plans:
         raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
     if config.stored_name is not None:
@@ -293,12 +345,14 @@ def _offloaded(
         if round(sum(delayed.values())):
             in_file["delayed"] = round(sum(delayed.values()))
     if loads_units(run.config):
-        values = sum(_kept_bytes(model, unit, run.config) for unit in units if unit.in_file) / run.sharers
-        in_file["params"] = round(run.fraction("params") * values) if run.on_nvme("params") else 0
+        loaded = [unit for unit in units if unit.in_file]
+        values = sum(_kept_bytes(model, unit, run.config) / run.sharers_of(unit) for unit in loaded)
+        moving = sum(_kept_bytes(model, unit, run.config) / run.sharers_of(unit) for unit in loaded if not unit.held)
+        in_file["params"] = round(run.fraction("params") * moving) if run.on_nvme("params") else 0
         held["params"] += exact_bytes // run.sharers + round(values) - in_file["params"]
     for kind, tier in (("grads", "grads"), ("master", "optimizer"), ("optimizer", "optimizer")):
         if run.on_nvme(tier):
-            held[kind], in_file[kind] = split(held[kind], run.fraction(tier))
+            held[kind], in_file[kind] = split_units(units, held, kind, run.fraction(tier))
     return in_file, delayed
 
 
@@ -336,7 +390,9 @@ def _facts(config: Config, optimizer: str) -> dict[str, Any]:
 
 
 def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
-    config, ranks = run.config, run.ranks
+    config, alone = run.config, run.ranks == 1
+    run = run.of(plan)
+    ranks = run.ranks
     elems, shard_elems = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     small = plan.replicates(config.units)
     in_file = loads_units(config) and not small
@@ -347,11 +403,11 @@ def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
     masters = plan.trainable and run.optimizer != "none" and has_master(plan.dtype, config)
     whole_bytes, shard_bytes = elems * plan.dtype.itemsize, shard_elems * plan.dtype.itemsize
     return _Sizes(
-        plan.trainable, in_file, masters, whole_bytes,
+        plan.trainable, in_file, plan.held, masters, whole_bytes,
         _params_bytes(run, whole_bytes, shard_bytes, params_wire_bytes, in_file, moves),
-        _grads_bytes(run, plan, elems, shard_elems, stays.itemsize),
+        _grads_bytes(alone, config, plan, elems, shard_elems, stays.itemsize),
         own_elems, plan.dtype.itemsize, stays.itemsize, _moment_bytes(plan, run),
-        plan, shard_bytes, moves, params_wire_bytes,
+        plan, ranks, run.hosts, shard_bytes, moves, params_wire_bytes,
         _wire_bytes(config.comm.grads if config.stage >= 2 else "exact", travels, shard_elems, run),
     )  # fmt: skip
 
@@ -382,11 +438,11 @@ def _params_bytes(run: _Run, whole: int, shard: int, wire: int, in_file: bool, m
     return shard + (whole // (run.ranks // run.hosts) if run.config.comm.secondary_shard else 0)
 
 
-def _grads_bytes(run: _Run, plan: UnitPlan, elems: int, shard_elems: int, grad_bytes: int) -> int:
+def _grads_bytes(alone: bool, config: Config, plan: UnitPlan, elems: int, shard_elems: int, grad_bytes: int) -> int:
     """Return the bytes of one unit's reduced gradients that a rank holds."""
-    if run.ranks == 1:
+    if alone:
         return plan.numel * grad_bytes
-    return _bucket_bytes(elems, grad_bytes, plan) if run.config.stage <= 1 else shard_elems * grad_bytes
+    return _bucket_bytes(elems, grad_bytes, plan) if config.stage <= 1 else shard_elems * grad_bytes
 
 
 def _bucket_bytes(elems: int, grad_bytes: int, plan: UnitPlan) -> int:
@@ -463,7 +519,7 @@ def _gathered(model: nn.Module, units: list[_Sizes], run: _Run) -> int:
     the slots that are kept warm for it, two of the largest unit: whichever is more."""
     triggered: dict[nn.Module, list[_Sizes]] = {}
     for unit in units:
-        if unit.moves or unit.in_file:
+        if unit.moves or (unit.in_file and not unit.held):
             for module in unit.plan.triggers:
                 triggered.setdefault(module, []).append(unit)
 
@@ -472,19 +528,20 @@ def _gathered(model: nn.Module, units: list[_Sizes], run: _Run) -> int:
         return max([open_bytes, *(most(child, open_bytes) for child in module.children())])
 
     ahead = _read_ahead(units, run)
-    sizes = [unit.whole_bytes for unit in units if unit.moves or unit.in_file]
+    sizes = [unit.whole_bytes for unit in units if unit.moves or (unit.in_file and not unit.held)]
     whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
     if not any(unit.in_file for unit in units):
         return whole
     if run.config.stored_name is not None:
         return whole // (run.ranks // run.hosts)
     # The ranks of a host share what was read; over several hosts there is what a rank has read, too, until it is gathered.
-    return whole // run.ranks if run.hosts == 1 else whole + _shards_under_way(units, run, ahead // run.ranks)
+    readers = min(unit.ranks for unit in units if unit.in_file)
+    return whole // readers if run.hosts == 1 else whole + _shards_under_way(units, run, ahead // run.ranks)
 
 
 def _shards_under_way(units: list[_Sizes], run: _Run, ahead_bytes: int) -> int:
     """Return the most that a rank has read of its own file and is not gathered yet: all but the unit in use, if there is room."""
-    sizes = [in_pages(unit.shard_bytes) for unit in units if unit.in_file]
+    sizes = [in_pages(unit.shard_bytes) for unit in units if unit.in_file and not unit.held] or [0]
     most = max(max(sizes), min(sum(sizes) - min(sizes), ahead_bytes))
     return min(most, round(run.fraction("params") * sum(sizes)))
 
@@ -502,16 +559,17 @@ def _read_ahead(units: list[_Sizes], run: _Run) -> int:
 def _kept(units: list[_Sizes], run: _Run) -> int:
     """Return the bytes of units in a file that the forward ends with: they are kept for the backward, which begins with them."""
     capacity, kept = _read_ahead(units, run) if run.hosts == 1 else 0, 0
-    for unit in reversed(units):
-        if unit.in_file and kept + unit.whole_bytes > capacity:
+    for unit in (unit for unit in reversed(units) if unit.in_file and not unit.held):
+        if kept + unit.whole_bytes > capacity:
             break
-        kept += unit.whole_bytes if unit.in_file else 0
+        kept += unit.whole_bytes
     return kept
 
 
 def _traffic(units: list[_Sizes], run: _Run) -> dict[str, int]:
-    gather, reduce, stage, ranks = 0, 0, run.config.stage, run.ranks
+    gather, reduce, stage = 0, 0, run.config.stage
     for unit in units:
+        ranks = unit.ranks
         others = unit.shard_bytes * (ranks - 1)
         if unit.moves:
             # once for each place in forward, once in backward
@@ -527,9 +585,9 @@ def _network_traffic(units: list[_Sizes], run: _Run) -> int:
     """Return the bytes that a rank receives from other hosts in a step. Each host has a copy of quantised weights."""
     if run.config.stored_name is not None:
         return 0
-    config, ranks, hosts, total = run.config, run.ranks, run.hosts, 0
-    elsewhere = hosts - 1
+    config, total = run.config, 0
     for unit in units:
+        ranks, elsewhere = unit.ranks, unit.hosts - 1
         if unit.moves or unit.in_file:
             times = 1 if config.comm.secondary_shard else len(unit.plan.triggers) + 1
             total += elsewhere * unit.params_wire_bytes * times
@@ -558,11 +616,11 @@ def _nvme_traffic(model: nn.Module, units: list[_Sizes], run: _Run, in_file: dic
 def _params_traffic(units: list[_Sizes], run: _Run) -> float:
     """Return the bytes that one rank moves of the units in a file, if all of them lie there: their uses, and their step."""
     used = stepped = 0.0
-    for unit in (unit for unit in units if unit.in_file):
-        used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / run.ranks
+    for unit in (unit for unit in units if unit.in_file and not unit.held):
+        used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / unit.ranks
         if unit.trainable and run.optimizer != "none":
             once = run.config.step_in_backward or unit.has_master
-            stepped += (1 if once else 2) * unit.whole_bytes / run.ranks
+            stepped += (1 if once else 2) * unit.whole_bytes / unit.ranks
     if run.optimizer != "none":
         used -= _kept(units, run) / run.ranks
     return used + stepped

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeropp import _C, compat
 from zeropp.comm import job
 from zeropp.compat import Named
-from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of
+from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of, with_tiers
 from zeropp.efficiency import attach as efficiency
 from zeropp.errors import ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
@@ -35,7 +35,7 @@ from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import engines, raise_strays, ref_of
 from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
-from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, modules_of, spread_of
+from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, modules_of, spreads_of
 from zeropp.zero.model.units import UnitPlan, entries_of, ignored_parameters, is_dtensor, plan_units, refuse_lazy
 from zeropp.zero.model_state import DTYPES
 from zeropp.zero.step import custom
@@ -119,7 +119,8 @@ def prepare_over(
     mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
     division = _divide(model, config, ranks)
     if division is not None:
-        spreads = [*spreads, spread_of(division)]
+        spreads = [*spreads, *spreads_of(division)]
+    config = with_tiers(config)
     plans = _plan(model, optimizer, config, ranks, division, spreads)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
@@ -185,6 +186,8 @@ def _plan(
     apart = [*modules_of(spreads), *apart]
     plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, apart)
     mark_plans(plans, spreads)
+    for plan in plans:
+        plan.held = division is not None and division.is_held(plan.params)
     facts |= _cut_facts(plans)
     compat.check(facts)
     _check_plans(plans, facts)

@@ -103,11 +103,18 @@ class Division(Protocol):
 
     parts: dict[nn.Parameter, nn.Parameter]
     """By parameter of the model, this rank's part."""
-    ranks: int
-    """How many ranks hold different parts: rank r has part ``r % ranks``, and partitions it with those that have the same (spread.py)."""
 
-    apart: list[nn.Module]
-    """Modules that are units of their own, whatever they stand in."""
+    @property
+    def counts(self) -> list[int]:
+        """Return the numbers of parts that there are: of n parts rank r has ``r % n``, and partitions it with those that have the same
+        (spread.py)."""
+
+    @property
+    def apart(self) -> list[nn.Module]:
+        """Return modules that are units of their own, whatever they stand in."""
+
+    def is_held(self, params: list[nn.Parameter]) -> bool:
+        """Return True if a unit of these parameters stays in memory, where others have a part in files."""
 
     def install(self, engine: Any) -> None:
         """Let the modules compute with the parts, of units of this engine."""

@@ -66,9 +66,13 @@ def all_data_ranks(comm: Any) -> Group:
     return Group(0, comm, 0 if comm is None else comm.rank, ranks, tuple(range(ranks)), ranks)
 
 
-def spread_of(division: Division) -> Spread:
-    """Return the spread of the parts of parameters, which goes last in a list."""
-    return Spread(name="the model's experts", modules=(), parts=division.ranks)
+def spreads_of(division: Division) -> list[Spread]:
+    """Return the spreads of the parts of parameters, which go last in a list: one for each number of parts."""
+    several = len(division.counts) > 1
+    return [
+        Spread(name=f"the model's experts{f' on {parts} ranks' if several else ''}", modules=(), parts=parts)
+        for parts in division.counts
+    ]
 
 
 def modules_of(spreads: Sequence[Spread]) -> list[nn.Module]:
@@ -98,11 +102,12 @@ def check_spreads(spreads: Sequence[Spread], model: nn.Module, comm: Any) -> Non
 
 
 def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread]) -> None:
-    """Note in each plan which spread its parameters are of: ``plan.spread``, counted from 1. Parts of parameters are of
-    the last."""
+    """Note in each plan which spread its parameters are of: ``plan.spread``, counted from 1. Parts of parameters are of the one without
+    modules that has as many parts."""
     of = {p: at for at, spread in enumerate(spreads, 1) for module in spread.modules for p in module.parameters()}
+    of_parts = {spread.parts: at for at, spread in enumerate(spreads, 1) if not spread.modules}
     for plan in plans:
-        found = {len(spreads)} if plan.parted else {of.get(p, 0) for p in plan.params}
+        found = {of_parts[plan.parted]} if plan.parted else {of.get(p, 0) for p in plan.params}
         if len(found) > 1:
             raise ConfigError(
                 f"prepare: unit {plan.name} has parameters of {spreads[max(found) - 1].name} and others; a parameter of a module whose "

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from zeropp.errors import ConfigError
 from zeropp.parallel.cut import Chunks
+from zeropp.zero.model.part import parts_of
 
 #: Units that would stand alone and are smaller than this stay whole on every rank: a gather costs more than they weigh.
 REPLICATE_BYTES = 64 * 1024
@@ -40,7 +41,8 @@ class UnitPlan:
     alone: bool = False
     spread: int = 0  # whose parameters differ between ranks: its number in the list (spread.py), from 1 on; 0: none
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
-    parted: bool = False  # `params` are parts of what the model shows (part.py): those of this rank's experts
+    parted: int = 0  # `params` are parts of what the model shows (part.py), of so many: those of this rank's experts; 0: they are not
+    held: bool = False  # it stays in memory, where other units have states in files
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -238,11 +240,12 @@ def plan_units(
     homes = _homes(model, units) | {inner: (block,) for block in apart for inner in block.modules()}
     module_names = {m: n or "(model)" for n, m in model.named_modules()}
     parts = parts or {}
-    members: dict[tuple[Triggers, torch.dtype, bool, bool, int], list[nn.Parameter]] = {}
+    members: dict[tuple[Triggers, torch.dtype, bool, int, int], list[nn.Parameter]] = {}
     for parameter in names:
         triggers = _triggers(owners[parameter], homes)
         dtype = _held_dtype(parameter, owners[parameter], compute_dtype)
-        key = (triggers, dtype, parameter.requires_grad, parameter in parts, kind_of(parameter))
+        parted = _parts_count(parts[parameter]) if parameter in parts else 0
+        key = (triggers, dtype, parameter.requires_grad, parted, kind_of(parameter))
         members.setdefault(key, []).append(parameter)
     blocks = set(homes.values())
     return [
@@ -252,6 +255,12 @@ def plan_units(
         )
         for (triggers, dtype, trainable, parted, _), params in members.items()
     ]  # fmt: skip
+
+
+def _parts_count(part: nn.Parameter) -> int:
+    """Return in how many parts the parameter is of which a rank has this one."""
+    parts = parts_of(part)
+    return 1 if parts is None else len(parts.boxes)
 
 
 def _triggers(owners: list[nn.Module], homes: dict[nn.Module, Triggers]) -> Triggers:

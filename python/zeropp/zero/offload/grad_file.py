@@ -83,7 +83,8 @@ class GradFile(FileStore, GradStore):
     def bytes_in_file(self, units: list[Unit]) -> int:
         """Return the bytes of the shards themselves, without what rounds them up to pages, in each of their places."""
         resident_bytes, offset, total = self.figures()["resident_bytes"], 0, 0
-        for unit in reversed(units):  # as csrc/zero/offload/grad_file.c lays them
+        held, others = ([unit for unit in units[::-1] if unit.held == held] for held in (True, False))
+        for unit in (*held, *others):  # as csrc/zero/offload/grad_file.c lays them
             if unit.trainable:
                 own = unit.shard_elems * unit.grad_dtype.itemsize
                 for _ in range(self.places):
@@ -95,7 +96,7 @@ class GradFile(FileStore, GradStore):
         return self.bytes_in_file(engine.units)
 
     def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
-        in_memory, in_file = split(paper["grads"], self.fraction)
+        in_memory, in_file = split(engine, paper, "grads", self.fraction)
         return {("cpu", "grads"): in_memory, ("nvme", "grads"): in_file}
 
     def held_bytes(self, engine: ModelState) -> Bytes:

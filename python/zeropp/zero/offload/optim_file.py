@@ -72,11 +72,14 @@ class OptimFile(FileStore, StateStore):
         storage.after_recovery.append(made[0].recovered)
 
     def _lay_out(self, engine: Engine) -> None:
-        for unit in engine.trained:
-            has_master = unit.dtype != torch.float32
-            self._shards[unit.index] = self.core.add(unit.shard.numel(), has_master), has_master
-            self._moments[unit.index] = ()
-            unit.states_in = self
+        for held in (True, False):
+            for unit in (unit for unit in engine.trained if unit.held == held):
+                has_master = unit.dtype != torch.float32
+                self._shards[unit.index] = self.core.add(unit.shard.numel(), has_master), has_master
+                self._moments[unit.index] = ()
+                unit.states_in = self
+            if held:
+                self.core.hold()
         self.core.seal()
         warn(self.core.take_warning())
         engine.core.set_optim_file(self.core)
@@ -198,7 +201,7 @@ class OptimFile(FileStore, StateStore):
     def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
         found: Bytes = {}
         for kind in ("master", "optimizer"):
-            found["cpu", kind], found["nvme", kind] = split(paper[kind], self.fraction)
+            found["cpu", kind], found["nvme", kind] = split(engine, paper, kind, self.fraction)
         return found
 
     def held_bytes(self, engine: ModelState) -> Bytes:

@@ -135,7 +135,9 @@ class ParamFile(FileStore, ParamStore):
         for ranks in {unit.ranks for unit in units}:
             same = [unit for unit in units if unit.ranks == ranks]
             whole = sum(entry.numel * unit.dtype.itemsize for unit in same for entry in unit.params)
-            in_memory, in_file = self._planned(same, whole)
+            held = sum(entry.numel * unit.dtype.itemsize for unit in same if unit.held for entry in unit.params)
+            in_memory, in_file = self._planned([unit for unit in same if not unit.held], whole - held)
+            in_memory += held
             sharers = self._sharers(ranks, engine.ranks)
             found["cpu", "params"] += round(in_memory / sharers - whole / ranks)
             if not self.in_memory:
