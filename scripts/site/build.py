@@ -228,6 +228,7 @@ def settings(out: Path) -> dict[str, Any]:
         "theme": {"name": "material", "font": False, "features": ["navigation.tabs", "navigation.top", "search.highlight"]},
         "plugins": ["material/search", "material/offline", {"mkdocstrings": {"handlers": {"python": handler}}}],
         "markdown_extensions": ["admonition", "tables", "pymdownx.highlight", "pymdownx.superfences", "toc"],
+        "extra_css": ["extra.css"],
         "validation": {"links": {"anchors": "warn", "unrecognized_links": "warn"}, "nav": {"omitted_files": "ignore"}},
         "use_directory_urls": False,
         "nav": [
@@ -259,6 +260,7 @@ def build(out: Path) -> None:
         target.write_text(text, encoding="utf-8")
     for picture in (ROOT / "docs").rglob("*.svg"):
         shutil.copy(picture, PAGES / picture.relative_to(ROOT))
+    shutil.copy(Path(__file__).with_name("extra.css"), PAGES)
     (PAGES / "measured.md").write_text(figures_page(), encoding="utf-8")
     (WORK / "mkdocs.yml").write_text(yaml.safe_dump(settings(out), sort_keys=False), encoding="utf-8")
     done = subprocess.run(
