@@ -6,8 +6,9 @@
     FOLDER/python examples/demo.py --steps 5
 
 FOLDER/python starts the root's Python in a mount namespace of its own, where binfmt_misc hands arm64 programs to
-qemu-user-static, so that torchrun and subprocesses work too. It needs no root, but user namespaces and Linux 6.7. The
-repository and /tmp are the same inside. torch's wheel comes with CUDA's libraries: the folder takes 6 GB.
+qemu-user-static, so that torchrun and subprocesses work too. It needs no rights of root, but user namespaces and Linux
+6.7. The repository, /tmp and the current folder are the same inside. torch's wheel comes with CUDA's libraries: the
+folder takes 6 GB.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc
 magic="\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
 mask="\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff"
 printf %s ":aarch64:M::$magic:$mask:EMULATOR:F" >/proc/sys/fs/binfmt_misc/register
-for shared in /proc /dev /sys /tmp "REPOSITORY"; do
+for shared in /proc /dev /sys /tmp "REPOSITORY" "$PWD"; do
+    [ "$shared" != / ] || continue
     mkdir -p "FILES$shared"
     mount --rbind "$shared" "FILES$shared"
 done
-PATH=/usr/local/bin:/usr/bin:/bin exec chroot FILES /usr/bin/env -C "$PWD" /usr/bin/python3 "$@"' start "$@"
+PATH=$PATH:/usr/sbin:/sbin
+exec chroot FILES /usr/bin/env -C "$PWD" PATH=/usr/local/bin:/usr/bin:/bin /usr/bin/python3 "$@"' start "$@"
 """
 
 
