@@ -145,7 +145,9 @@ def _load() -> None:
     """torch, then the C library over it."""
     try:
         import torch
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # torch is there, and lacks something: its own error names that
+            raise
         raise ImportError("zeropp needs torch >= 2.11, and there is none: pip install torch") from error
     _C.load_torch()
     from zeropp import ops

@@ -127,6 +127,16 @@ def test_import_without_torch_says_what_to_install(unpacked: Path) -> None:
     assert "zeropp needs torch >= 2.11, and there is none: pip install torch" in done.stderr
 
 
+def test_a_torch_that_lacks_a_library_says_so_itself(unpacked: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import zeropp"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{unpacked}"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ImportError: libcudnn.so.9" in done.stderr and "there is none" not in done.stderr
+
+
 @pytest.mark.slow
 def test_builds_without_nvcc_and_liburing(root: Path, tmp_path: Path) -> None:
     """In a copy of the tree, so that the objects of this one stay."""
