@@ -3,7 +3,7 @@
 
     python scripts/aarch64_root.py FOLDER [--torch 2.11.0]
     python scripts/versions.py dist/zeropp-*_aarch64.whl FOLDER/python:here
-    FOLDER/python examples/demo.py --steps 5
+    PYTHONPATH=<the wheel, unpacked> FOLDER/python examples/demo.py --steps 5
 
 FOLDER/python starts the root's Python in a mount namespace of its own, where binfmt_misc hands arm64 programs to
 qemu-user-static, so that torchrun and subprocesses work too. It needs no rights of root, but user namespaces and Linux

@@ -68,12 +68,7 @@ class Environment:
 
     def run(self, *words: str, cwd: Path) -> str:
         """Run this environment's Python, and return what it says."""
-        variables = {
-            "HOME": str(self.folder),
-            "PATH": f"{self.folder / 'bin'}",
-            "OMP_NUM_THREADS": "1",
-            "LANG": "C.UTF-8",
-        }
+        variables = {"HOME": str(self.folder), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", **self.variables}
         done = subprocess.run(
             [*self.offline, "env", "-i", *(f"{name}={value}" for name, value in variables.items()), self.python, *words],
             cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=3600,
