@@ -31,9 +31,10 @@ from debian import call
 ROOT = Path(__file__).resolve().parents[1]
 PURE = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools")  # torch imports these
 NEEDED = ("safetensors", "tqdm", "rich", "numpy", "pytest>=8", "pytest-timeout", "hypothesis")
-SMOKE = (
-    "--quick", "tests/ops", "tests/comm/test_process_group.py", "tests/checkpoint",
-    *(f"tests/zero/test_{name}.py" for name in ("parity", "stages", "bf16", "fp16", "reads", "unfreeze", "onebit")),
+SMOKE = (  # none of these needs transformers, the sources or a compiler
+    "--quick", "tests/ops", "--ignore=tests/ops/test_cuda_images.py", "tests/comm/test_process_group.py",
+    "tests/checkpoint/test_content.py", "tests/checkpoint/test_writer.py",
+    *(f"tests/zero/test_{name}.py" for name in ("stages", "bf16", "fp16", "reads", "unfreeze", "onebit")),
 )  # fmt: skip
 NO_TORCH = "zeropp needs torch >= 2.11, and there is none: pip install torch"
 
