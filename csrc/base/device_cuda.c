@@ -158,6 +158,7 @@ static void cuda_destroy(zpp_device *device) {
     cuda->api->cuDevicePrimaryCtxRelease(cuda->device);
     zpp_host_device_fini(&cuda->queues);
     pthread_mutex_destroy(&cuda->lock);
+    pthread_mutex_destroy(&cuda->kernels_lock);
     free(cuda);
 }
 
@@ -222,6 +223,7 @@ zpp_status zpp_device_cuda_create(int ordinal, zpp_device **out, struct zpp_err 
         return status;
     }
     pthread_mutex_init(&cuda->lock, NULL);
+    pthread_mutex_init(&cuda->kernels_lock, NULL);
     zpp_host_device_init(&cuda->queues, &queue_fill);
     cuda->queues.modes[ZPP_STREAM_QUEUE] = ZPP_HOST_DRIVEN;
     *out = &cuda->base;

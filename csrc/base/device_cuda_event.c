@@ -19,14 +19,14 @@ struct cuda_event {
     zpp_event *enqueued;        /* of the host queue where it was recorded */
     bool queued;                /* it was recorded on a queue: `enqueued` counts */
     char stream_name[ZPP_STREAM_NAME_BYTES]; /* where it was recorded, for messages */
-    /* Of that stream, when it was recorded; a queue's own error comes by `enqueued`. Guarded by the device's lock. */
-    struct zpp_err error;
-};
+    struct zpp_err error; /* of that stream, when it was recorded; a queue's own error comes by `enqueued` */
+}; /* All but `enqueued` is guarded by the device's lock. */
 
 /* What an event stands for at one moment: the next record changes the event, not this. */
 struct view {
     struct zpp_cuda_mark *mark; /* a reference; NULL: complete */
     bool queued;
+    char stream_name[ZPP_STREAM_NAME_BYTES];
 };
 
 struct mark_arg {
@@ -47,7 +47,8 @@ static void drop_mark(struct zpp_cuda_device *cuda, struct zpp_cuda_mark *mark) 
 
 static struct view look_at(struct zpp_cuda_device *cuda, const struct cuda_event *event) {
     pthread_mutex_lock(&cuda->lock);
-    const struct view view = {event->mark, event->queued};
+    struct view view = {event->mark, event->queued, ""};
+    memcpy(view.stream_name, event->stream_name, sizeof view.stream_name);
     if (view.mark) view.mark->references += 1;
     pthread_mutex_unlock(&cuda->lock);
     return view;
@@ -127,7 +128,6 @@ static zpp_status record_op(void *arg, void *native, const struct zpp_wait *wait
         zpp_cuda_leave(cuda, pushed);
         status = zpp_cuda_stream_result(record->stream, result, "record an event", err);
     }
-    drop_mark(cuda, record->mark);
     return status;
 }
 
@@ -142,7 +142,21 @@ static zpp_status wait_op(void *arg, void *native, const struct zpp_wait *wait, 
         zpp_cuda_leave(cuda, pushed);
         status = zpp_cuda_stream_result(event->stream, result, "wait for an event", err);
     }
-    drop_mark(cuda, event->mark);
+    return status;
+}
+
+static void end_marked(const void *arg) {
+    const struct mark_arg *ended = arg;
+    drop_mark(zpp_cuda_of(ended->stream->base.device), ended->mark);
+}
+
+/* Run record_op or wait_op, and drop the reference to the mark once it ran, or if it never will: the stream ended. */
+static zpp_status enqueue_marked(zpp_op_fn fn, const struct mark_arg *arg, struct zpp_err *err) {
+    struct zpp_cuda_stream *stream = arg->stream;
+    if (stream->queue && !stream->error.status)
+        return zpp_host_launch_ended(stream->queue, fn, end_marked, arg, sizeof *arg, err);
+    const zpp_status status = zpp_cuda_enqueue(stream, fn, arg, sizeof *arg, err);
+    end_marked(arg);
     return status;
 }
 
@@ -176,10 +190,9 @@ zpp_status zpp_cuda_record(zpp_event *base, zpp_stream *base_stream, struct zpp_
     struct mark_arg record = {stream, NULL};
     zpp_status status = renew_mark(cuda, event, queued, &record.mark, err);
     if (status) return status;
-    memcpy(event->stream_name, stream->name, sizeof event->stream_name);
-    /* A stream that has ended drops its operations with their references; the device frees those marks at its end. */
-    status = zpp_cuda_enqueue(stream, record_op, &record, sizeof record, err);
+    status = enqueue_marked(record_op, &record, err);
     pthread_mutex_lock(&cuda->lock);
+    memcpy(event->stream_name, stream->name, sizeof event->stream_name);
     event->error = stream->error;
     pthread_mutex_unlock(&cuda->lock);
     return queued ? zpp_host_record(event->enqueued, stream->queue, err) : status;
@@ -208,7 +221,7 @@ static zpp_status wait_for_mark(struct zpp_cuda_stream *stream, struct cuda_even
         return status;
     }
     const struct mark_arg arg = {stream, view->mark};
-    return zpp_cuda_enqueue(stream, wait_op, &arg, sizeof arg, err);
+    return enqueue_marked(wait_op, &arg, err);
 }
 
 zpp_status zpp_cuda_wait(zpp_stream *base_stream, zpp_event *base, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -226,12 +239,11 @@ zpp_status zpp_cuda_wait(zpp_stream *base_stream, zpp_event *base, const struct 
 
 /* Query, spin for a short time, then query between short sleeps, so that ticks and timeouts work: with
  * cuEventSynchronize neither would. The wait began at start_ns: its timeout covers the host part before, too. */
-static zpp_status await_native(struct zpp_cuda_device *cuda, const struct cuda_event *event,
-                               const struct zpp_cuda_mark *mark, const struct zpp_wait *wait, uint64_t start_ns,
-                               struct zpp_err *err) {
+static zpp_status await_native(struct zpp_cuda_device *cuda, const struct view *event, const struct zpp_wait *wait,
+                               uint64_t start_ns, struct zpp_err *err) {
     uint64_t tick_ns = start_ns + TICK_NS;
     for (;;) {
-        const CUresult result = cuda->api->cuEventQuery(mark->native);
+        const CUresult result = cuda->api->cuEventQuery(event->mark->native);
         if (result == ZPP_CU_SUCCESS) return ZPP_OK;
         if (result != ZPP_CU_NOT_READY) {
             return zpp_cuda_fail(cuda->api, result, err, "device cuda: waiting for an event");
@@ -263,7 +275,7 @@ zpp_status zpp_cuda_sync(zpp_event *base, const struct zpp_wait *wait, struct zp
     if (view.queued) status = zpp_host_sync(event->enqueued, wait, err);
     if (!status) status = zpp_cuda_enter(cuda, &pushed, err);
     if (!status) {
-        status = await_native(cuda, event, view.mark, wait, start_ns, err);
+        status = await_native(cuda, &view, wait, start_ns, err);
         zpp_cuda_leave(cuda, pushed);
     }
     drop_mark(cuda, view.mark);

@@ -8,7 +8,8 @@
  *   device_cuda_event.c   events
  *   device_cuda_kernel.c  kernels of the embedded images
  *
- * Locks: `lock` guards the lists of the device, its counts of bytes, and what an event stands for. It is innermost.
+ * Locks: `lock` guards the lists of the device, its counts of bytes, and what an event stands for. It is innermost, and
+ * no function of the driver is called under it. `kernels_lock` guards what device_cuda_kernel.c has loaded.
  */
 #ifndef ZPP_BASE_DEVICE_CUDA_INTERNAL_H
 #define ZPP_BASE_DEVICE_CUDA_INTERNAL_H
@@ -39,7 +40,7 @@ struct zpp_cuda_device {
     CUcontext context;
     int ordinal;
     struct zpp_host_device queues; /* the host queues before native streams */
-    pthread_mutex_t lock;
+    pthread_mutex_t lock, kernels_lock;
     struct zpp_cuda_block *blocks;
     struct zpp_cuda_kernel *kernels;
     struct zpp_cuda_mark *marks, *free_marks; /* all; those without references */

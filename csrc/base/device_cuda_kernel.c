@@ -91,9 +91,9 @@ zpp_status zpp_cuda_kernel(zpp_device *device, const char *name, CUfunction *out
     bool pushed;
     zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
     if (status) return status;
-    pthread_mutex_lock(&cuda->lock);
+    pthread_mutex_lock(&cuda->kernels_lock); /* to load an image takes long, and may wait for streams */
     status = find_kernel(cuda, name, out, err);
-    pthread_mutex_unlock(&cuda->lock);
+    pthread_mutex_unlock(&cuda->kernels_lock);
     zpp_cuda_leave(cuda, pushed);
     return status;
 }

@@ -28,7 +28,17 @@ struct zpp_item {
     enum item_kind kind;
     struct zpp_mark *mark; /* RECORD, WAIT: a reference */
     zpp_op_fn fn;
+    void (*ended)(const void *arg); /* called when the item goes, whether it ran or not; NULL: nothing to do */
     _Alignas(16) unsigned char arg[ZPP_HOST_ARG_BYTES];
+};
+
+/* What launch() makes an item of. */
+struct host_op {
+    enum item_kind kind;
+    zpp_op_fn fn;
+    void (*ended)(const void *arg);
+    const void *arg;
+    size_t arg_bytes;
 };
 
 struct host_event {
@@ -49,6 +59,7 @@ static struct zpp_item *new_item(struct zpp_host_device *device, enum item_kind 
     item->next = NULL;
     item->kind = kind;
     item->mark = NULL;
+    item->ended = NULL;
     return item;
 }
 
@@ -71,6 +82,7 @@ static void drop_mark(struct zpp_host_device *device, struct zpp_mark *mark) {
 }
 
 static void drop_item(struct zpp_host_device *device, struct zpp_item *item) {
+    if (item->ended) item->ended(item->arg);
     drop_mark(device, item->mark);
     item->next = device->free_items;
     device->free_items = item;
@@ -334,14 +346,14 @@ zpp_status zpp_host_stream_follow(zpp_stream *stream, void *native, struct zpp_e
     return ZPP_OK;
 }
 
-static zpp_status run_inline(struct zpp_host_stream *stream, enum item_kind kind, zpp_op_fn fn, const void *arg,
-                             size_t arg_bytes, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status run_inline(struct zpp_host_stream *stream, const struct host_op *op, const struct zpp_wait *wait,
+                             struct zpp_err *err) {
     _Alignas(16) unsigned char copy[ZPP_HOST_ARG_BYTES];
     struct zpp_err failure = ZPP_ERR_INIT;
-    if (arg_bytes) memcpy(copy, arg, arg_bytes);
-    const zpp_status status = fn(copy, NULL, wait, &failure);
+    if (op->arg_bytes) memcpy(copy, op->arg, op->arg_bytes);
+    const zpp_status status = op->fn(copy, NULL, wait, &failure);
     if (status == ZPP_OK || status == ZPP_AGAIN) return status;
-    if (kind == ITEM_OP) stream->error = failure;
+    if (op->kind == ITEM_OP) stream->error = failure;
     if (err) *err = failure;
     return status;
 }
@@ -355,38 +367,46 @@ static zpp_status push(struct zpp_host_device *device, struct zpp_host_stream *s
     return stream_error(stream, err);
 }
 
-static zpp_status launch(zpp_stream *base, enum item_kind kind, zpp_op_fn fn, const void *arg, size_t arg_bytes,
-                         const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status push_op(struct zpp_host_device *device, struct zpp_host_stream *stream, const struct host_op *op,
+                          struct zpp_err *err) {
+    struct zpp_item *item = stream->error.status ? NULL : new_item(device, op->kind);
+    if (!item) {
+        if (op->ended) op->ended(op->arg);
+        if (stream->error.status) return stream_error(stream, err);
+        return zpp_fail(err, ZPP_NOMEM, "stream \"%s\": no memory for an operation", stream->name);
+    }
+    item->fn = op->fn;
+    item->ended = op->ended;
+    if (op->arg_bytes) memcpy(item->arg, op->arg, op->arg_bytes);
+    return push(device, stream, item, err);
+}
+
+static zpp_status launch(zpp_stream *base, const struct host_op *op, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_host_stream *stream = (struct zpp_host_stream *)base;
     struct zpp_host_device *device = device_of(base);
-    assert(arg_bytes <= ZPP_HOST_ARG_BYTES);
+    assert(op->arg_bytes <= ZPP_HOST_ARG_BYTES);
     if (stream->mode == ZPP_HOST_INLINE) {
         if (stream->error.status) return stream_error(stream, err);
-        return run_inline(stream, kind, fn, arg, arg_bytes, wait, err);
+        return run_inline(stream, op, wait, err);
     }
     pthread_mutex_lock(&device->lock);
-    zpp_status status = stream_error(stream, err);
-    if (!status) {
-        struct zpp_item *item = new_item(device, kind);
-        if (item) {
-            item->fn = fn;
-            if (arg_bytes) memcpy(item->arg, arg, arg_bytes);
-            status = push(device, stream, item, err);
-        } else {
-            status = zpp_fail(err, ZPP_NOMEM, "stream \"%s\": no memory for an operation", stream->name);
-        }
-    }
+    const zpp_status status = push_op(device, stream, op, err);
     pthread_mutex_unlock(&device->lock);
     return status;
 }
 
 zpp_status zpp_host_launch(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes, struct zpp_err *err) {
-    return launch(stream, ITEM_OP, fn, arg, arg_bytes, &for_ever, err);
+    return launch(stream, &(struct host_op){ITEM_OP, fn, NULL, arg, arg_bytes}, &for_ever, err);
+}
+
+zpp_status zpp_host_launch_ended(zpp_stream *stream, zpp_op_fn fn, void (*ended)(const void *arg), const void *arg,
+                                 size_t arg_bytes, struct zpp_err *err) {
+    return launch(stream, &(struct host_op){ITEM_OP, fn, ended, arg, arg_bytes}, &for_ever, err);
 }
 
 zpp_status zpp_host_launch_wait(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t arg_bytes,
                                 const struct zpp_wait *wait, struct zpp_err *err) {
-    return launch(stream, ITEM_AWAIT, fn, arg, arg_bytes, wait, err);
+    return launch(stream, &(struct host_op){ITEM_AWAIT, fn, NULL, arg, arg_bytes}, wait, err);
 }
 
 zpp_status zpp_host_poll(zpp_stream *base, struct zpp_err *err) {
