@@ -470,7 +470,8 @@ static PyObject *zero_set_secondary(PyObject *self, PyObject *intranode) {
 
 static PyObject *zero_publish(PyObject *self, PyObject *unused) {
     (void)unused;
-    zpp_zero_publish(((Zero *)self)->core);
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (zpp_zero_publish(((Zero *)self)->core, &err) != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }
 

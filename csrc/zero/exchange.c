@@ -165,9 +165,8 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wai
     zero->stepping = false;
     if (zpp_zero_keeps_local_grads(zero)) return ZPP_OK;
     const uint64_t began_ns = zpp_span_begin();
-    zpp_status status = ZPP_OK;
-    if (zero->placement->end_writes) status = zero->placement->end_writes(zero, err);
-    else zpp_zero_publish(zero);
+    const struct zpp_placement *placement = zero->placement;
+    zpp_status status = placement->end_writes ? placement->end_writes(zero, err) : zpp_zero_publish(zero, err);
     if (status == ZPP_OK && zero->ranks > 1) status = zpp_barrier(zero->options.comm, wait, err);
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks have stepped", 0);
     if (status != ZPP_OK || zero->options.stage == 0) return status;

@@ -120,7 +120,7 @@ struct zpp_zero {
     zpp_region *grads;    /* PER_RANK: buckets, an arena and then the mappings */
     unsigned char *alone; /* one rank: replicated units, private memory */
     size_t params_bytes, host_bytes, alone_bytes, range_bytes;
-    struct zpp_unit **moving; /* by address */
+    struct zpp_unit **moving, **by_address; /* in the order in which they are gathered; the same, by address */
     int moving_count;
     zpp_range *range;           /* gathered units on cpu, at addresses that never change */
     zpp_unit_file *unit_file;   /* parameters in a file; NULL without any */
@@ -236,6 +236,8 @@ static inline double zpp_grad_factor(const zpp_zero *zero, const struct zpp_unit
 /* --- parts of seal and destroy ------------------------------------------------------------------------------------ */
 zpp_status zpp_trace_init(struct zpp_trace *trace, int units, struct zpp_err *err);
 void zpp_trace_fini(struct zpp_trace *trace);
+/* For zpp_zero_find: after addresses of moving units were set or changed. */
+void zpp_zero_sort_by_address(zpp_zero *zero);
 zpp_status zpp_exchange_init(zpp_zero *zero, size_t board_offset_bytes, size_t board_bytes, struct zpp_err *err);
 void zpp_exchange_fini(zpp_zero *zero);
 void zpp_buffers_fini(zpp_zero *zero);

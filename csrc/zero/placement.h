@@ -70,7 +70,8 @@ struct zpp_placement {
     /* --- one unit: its shard -------------------------------------------------------------------------------------- */
     /* zpp_zero_keep_shard: this rank's part of the whole unit becomes its shard. */
     zpp_status (*keep_shard)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
-    void (*publish)(zpp_zero *zero, struct zpp_unit *unit); /* the shard has new values: what is made from it */
+    /* The shard has new values: make what is made from it. */
+    zpp_status (*publish)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
     /* step_end, after all ranks have written: the shards of the others. */
     zpp_status (*collect)(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
     /* A step inside the backward: unit->shard is in memory; written to its file; gone again. */

@@ -199,11 +199,13 @@ zpp_status zpp_zero_keep_shard(zpp_zero *zero, int index, struct zpp_err *err) {
     return unit->placement->keep_shard ? unit->placement->keep_shard(zero, unit, err) : ZPP_OK;
 }
 
-void zpp_zero_publish(zpp_zero *zero) {
-    for (int i = 0; i < zero->units_count; i++) {
+zpp_status zpp_zero_publish(zpp_zero *zero, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    for (int i = 0; i < zero->units_count && status == ZPP_OK; i++) {
         struct zpp_unit *unit = zero->units[i];
-        if (unit->placement->publish) unit->placement->publish(zero, unit);
+        if (unit->placement->publish) status = unit->placement->publish(zero, unit, err);
     }
+    return status;
 }
 
 zpp_status zpp_zero_shard_open(zpp_zero *zero, int index, const struct zpp_wait *wait, struct zpp_err *err) {

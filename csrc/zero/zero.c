@@ -183,6 +183,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     free(zero->groups);
     free(zero->order);
     free(zero->moving);
+    free(zero->by_address);
     zpp_trace_fini(&zero->trace);
     zpp_buckets_fini(&zero->buckets);
     zpp_desc_ring_destroy(zero->ring);
@@ -345,7 +346,9 @@ static zpp_status lay_out_some(zpp_zero *zero, bool held, size_t *largest_bytes,
 static zpp_status lay_out(zpp_zero *zero, size_t *warm_bytes, struct zpp_err *err) {
     size_t largest_bytes = 0;
     zero->moving = calloc((size_t)zero->units_count + 1, sizeof(struct zpp_unit *));
-    if (!zero->moving) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", zero->units_count);
+    zero->by_address = calloc((size_t)zero->units_count + 1, sizeof(struct zpp_unit *));
+    if (!zero->moving || !zero->by_address)
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %d units", zero->units_count);
     zpp_status status = lay_out_some(zero, true, &largest_bytes, err);
     if (status == ZPP_OK && zero->unit_file && zpp_zero_holds(zero)) status = zpp_unit_file_hold(zero->unit_file, err);
     if (status == ZPP_OK) status = lay_out_some(zero, false, &largest_bytes, err);
@@ -390,6 +393,7 @@ static void locate_units(zpp_zero *zero) {
         unit->placement->locate(zero, unit);
         unit->state = zpp_unit_moves(unit) ? ZPP_UNIT_SHARDED : ZPP_UNIT_GATHERED;
     }
+    zpp_zero_sort_by_address(zero);
 }
 
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err) {
@@ -445,29 +449,33 @@ const struct zpp_aio_fault *zpp_zero_fault(const zpp_zero *zero) {
     return &zero->fault;
 }
 
-/* Of units whose memory is their own (placement/wrapped.c). */
-static int find_anywhere(const zpp_zero *zero, const unsigned char *at) {
-    for (int i = 0; i < zero->moving_count; i++) {
-        const struct zpp_unit *unit = zero->moving[i];
-        if (at >= unit->whole && at < unit->whole + zpp_unit_bytes(unit)) return unit->index;
+/* Where tensors of a unit lie: in the range of addresses, or where the unit has memory of its own on a device. */
+static uintptr_t begin_of(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zero->wrap ? (uintptr_t)unit->whole : (uintptr_t)zero->moving_base + unit->range_offset_bytes;
+}
+
+void zpp_zero_sort_by_address(zpp_zero *zero) {
+    for (int i = 0; i < zero->moving_count; i++) { /* all but one unit are in order already */
+        struct zpp_unit *unit = zero->by_address[i] ? zero->by_address[i] : zero->moving[i];
+        int at = i;
+        for (; at > 0 && begin_of(zero, zero->by_address[at - 1]) > begin_of(zero, unit); at--)
+            zero->by_address[at] = zero->by_address[at - 1];
+        zero->by_address[at] = unit;
     }
-    return -1;
 }
 
 int zpp_zero_find(const zpp_zero *zero, const void *address) {
-    if (zero->wrap) return find_anywhere(zero, address);
-    if (!zero->moving_base) return -1;
-    const unsigned char *base = zero->moving_base, *at = address;
-    if (at < base || !zero->moving_count) return -1;
-    const size_t offset = (size_t)(at - base);
+    const uintptr_t at = (uintptr_t)address;
+    if ((!zero->moving_base && !zero->wrap) || !zero->moving_count) return -1;
     int low = 0, high = zero->moving_count - 1;
-    while (low < high) { /* the last unit that begins at or before `offset` */
+    while (low < high) { /* the last unit that begins at or before the address */
         const int middle = (low + high + 1) / 2;
-        if (zero->moving[middle]->range_offset_bytes <= offset) low = middle;
+        if (begin_of(zero, zero->by_address[middle]) <= at) low = middle;
         else high = middle - 1;
     }
-    const struct zpp_unit *unit = zero->moving[low];
-    return offset < unit->range_offset_bytes + zpp_unit_bytes(unit) ? unit->index : -1;
+    const struct zpp_unit *unit = zero->by_address[low];
+    const uintptr_t begin = begin_of(zero, unit);
+    return at >= begin && at < begin + zpp_unit_bytes(unit) ? unit->index : -1;
 }
 
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {

@@ -154,8 +154,8 @@ zpp_status zpp_zero_release_all(zpp_zero *zero, struct zpp_err *err);
 /* Gathered quantised: read the unit's exact values, where nothing computes with it; a no-op otherwise. */
 zpp_status zpp_zero_make_exact(zpp_zero *zero, int unit, struct zpp_err *err);
 /* My shards were written outside of a step (step_end does it for itself): what peers gather is made from them, to be
- * called before a barrier. */
-void zpp_zero_publish(zpp_zero *zero);
+ * called before a barrier. Shards on a device: wait for the writes. */
+zpp_status zpp_zero_publish(zpp_zero *zero, struct zpp_err *err);
 /* With every shard filled in this rank's gathered copy (in a shared file: on every rank): keep this rank's shard. Of
  * units that are GATHERED; nothing to do for those that never move. */
 zpp_status zpp_zero_keep_shard(zpp_zero *zero, int unit, struct zpp_err *err);

@@ -183,7 +183,7 @@ static void fill(struct rank *rank) {
     }
     CHECK_OK(zpp_stream_fill(rank->compute, rank->state, 0, STATE * 4, &err));
     settle(rank);
-    zpp_zero_publish(rank->zero);
+    CHECK_OK(zpp_zero_publish(rank->zero, &err));
     test_join(rank->me);
 }
 

@@ -151,11 +151,6 @@ static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
     return status == ZPP_OK ? wait_for_compute(zero, unit, err) : status;
 }
 
-static void publish(zpp_zero *zero, struct zpp_unit *unit) {
-    struct zpp_err ignored = ZPP_ERR_INIT; /* the stream keeps it */
-    (void)wait_for_compute(zero, unit, &ignored);
-}
-
 /* The compute stream has read what it had, and uses the new values next. */
 static zpp_status collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
@@ -181,13 +176,13 @@ const struct zpp_placement zpp_placement_on_device = {
     .evict = zpp_wrapped_evict,
     .gather = gather,
     .keep_shard = keep_shard,
-    .publish = publish,
+    .publish = wait_for_compute,
 };
 
 const struct zpp_placement zpp_placement_on_device_whole = {
     .name = "on_device_whole",
     .lay_out = lay_out_whole,
     .locate = locate_whole,
-    .publish = publish,
+    .publish = wait_for_compute,
     .collect = collect,
 };

@@ -136,8 +136,10 @@ zpp_status zpp_range_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zp
     return ZPP_OK;
 }
 
-static void publish(zpp_zero *zero, struct zpp_unit *unit) {
+static zpp_status publish(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    (void)err;
     if (zpp_wire_quantises_params(zero)) zpp_wire_make_qcopy(zero, unit);
+    return ZPP_OK;
 }
 
 const struct zpp_placement zpp_placement_sharded = {

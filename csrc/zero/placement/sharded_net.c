@@ -106,9 +106,10 @@ static zpp_status make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
     return zpp_internode_gather_now(zero, unit, NULL, err);
 }
 
-static void publish(zpp_zero *zero, struct zpp_unit *unit) {
-    (void)zero;
+static zpp_status publish(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    (void)zero, (void)err;
     unit->secondary_kept = false;
+    return ZPP_OK;
 }
 
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {

@@ -68,8 +68,10 @@ static zpp_status give_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err
                         zpp_unit_words(unit, words, sizeof words), zpp_wrap_memory_bytes(zero->wrap));
     }
     const zpp_status status = zpp_wrap_own(zero->wrap, unit->wrap_at, err);
-    if (status == ZPP_OK) unit->whole = zpp_wrap_address(zero->wrap, unit->wrap_at);
-    return status;
+    if (status != ZPP_OK) return status;
+    unit->whole = zpp_wrap_address(zero->wrap, unit->wrap_at);
+    zpp_zero_sort_by_address(zero);
+    return ZPP_OK;
 }
 
 zpp_status zpp_wrapped_evict(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
