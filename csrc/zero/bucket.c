@@ -169,13 +169,14 @@ void zpp_bucket_drop_carry(zpp_zero *zero, struct zpp_unit_grad *grad) {
 }
 
 /* The bound is kept by waiting for slower ranks. Where several coordinators are in one backward, a peer may wait in
- * another one of them for this rank, for ever: a bucket more is better than that. Every unit has a mapping, so
- * there is always a place. The stream is asked and not waited for: an operation that is late would end it. */
-static zpp_status linger(zpp_zero *zero, const struct zpp_unit_grad *oldest, const struct zpp_wait *wait,
+ * another one of them for this rank, for ever: a bucket more is better than that. Every unit has a mapping, or gets
+ * memory of its own, so there is always a place. The stream is asked and not waited for: an operation that is late
+ * would end it. */
+static zpp_status linger(zpp_zero *zero, struct zpp_unit_grad *oldest, const struct zpp_wait *wait,
                          struct zpp_err *err) {
     const uint64_t until_ns = zpp_now_ns() + LINGER_NS;
     if (!wait) return ZPP_AGAIN;
-    while (!is_idle(zero, oldest)) {
+    while (!is_enqueued(zero, oldest)) {
         const struct timespec pause = { 0, 50000 };
         zero->may_sum = true;
         const zpp_status status = zpp_stream_poll(zero->reduce, err);
@@ -184,7 +185,12 @@ static zpp_status linger(zpp_zero *zero, const struct zpp_unit_grad *oldest, con
         if (zero->over_bound) return ZPP_OK;
         (void)nanosleep(&pause, NULL);
     }
-    return ZPP_OK;
+    return zero->path->settle ? zero->path->settle(zero, oldest, err) : ZPP_OK;
+}
+
+static zpp_status await_oldest(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_unit_grad *oldest = zero->out_first;
+    return zero->shares_backward ? linger(zero, oldest, wait, err) : zpp_bucket_wait_idle(zero, oldest, wait, err);
 }
 
 /* Keep what is in buckets within bucket_bytes, `bytes` more included. */
@@ -192,8 +198,7 @@ static zpp_status stay_in_bound(zpp_zero *zero, size_t bytes, const struct zpp_w
     const size_t bound = zero->options.bucket_bytes;
     struct zpp_unit_grad *oldest = zpp_bucket_sweep(zero);
     while (bound && oldest && !zero->over_bound && zero->buckets.used_bytes + bytes > bound) {
-        const zpp_status status =
-            zero->shares_backward ? linger(zero, oldest, wait, err) : zpp_bucket_wait_idle(zero, oldest, wait, err);
+        const zpp_status status = await_oldest(zero, wait, err);
         if (status != ZPP_OK) return status;
         oldest = zpp_bucket_sweep(zero);
     }
@@ -208,8 +213,8 @@ static zpp_status find_place(zpp_zero *zero, struct zpp_unit_grad *grad, size_t 
     if (zpp_keeps_buckets(zero)) return ZPP_OK;
     *offset = take_span(&zero->buckets, grad->bucket_bytes);
     if (!zero->path->make_own) return ZPP_OK;
-    while (*offset == ZPP_BUCKET_NONE && zero->out_first) {
-        const zpp_status status = zpp_bucket_wait_idle(zero, zero->out_first, wait, err);
+    while (*offset == ZPP_BUCKET_NONE && zero->out_first && !zero->over_bound) {
+        const zpp_status status = await_oldest(zero, wait, err);
         if (status != ZPP_OK) return status;
         (void)zpp_bucket_sweep(zero);
         *offset = take_span(&zero->buckets, grad->bucket_bytes);

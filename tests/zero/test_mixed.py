@@ -153,6 +153,12 @@ def test_equal_to_torch(case: str) -> None:
     CASES[case]()
 
 
+@on_ranks(2, devices=("sim",))
+def test_few_buckets_of_a_gpu() -> None:
+    """There a unit without a place for its bucket gets memory of its own, and does not wait for a peer in another model."""
+    CASES["few buckets, crossed"]()
+
+
 @on_ranks("2 hosts")
 def test_same_order_over_hosts() -> None:
     equal_to_torch(2, False, FULL, stage=3)
