@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * wrap.h: which units meet, and the order of their uses. Each unit has one event, which is recorded at its release. A
- * unit that is taken waits for its own event and for those of all units that it meets.
+ * unit that is taken comes after its own release and those of all units that it meets. Releases are numbered. While all
+ * of them are on one stream, the newest one of these is after the others, so one wait is enough; and none is needed if
+ * the stream that takes has waited for a newer one already.
  */
 #include "wrap.h"
 
@@ -13,11 +15,16 @@
 
 enum { ALIGN_BYTES = 512, POISON = 0xff }; /* NaN as fp64, fp32, fp16, bf16 and fp8 */
 
+struct last_use {
+    zpp_event *event;
+    uint64_t number; /* of the release; 0: never released */
+};
+
 struct unit {
     const char *name;
     size_t bytes, offset_bytes;
-    zpp_event *released;
-    zpp_event *left; /* its last use of memory that wraps, once it has memory of its own; or NULL */
+    struct last_use released;
+    struct last_use left; /* its last use of memory that wraps, once it has memory of its own; its event may be NULL */
     void *own;       /* NULL: its memory wraps */
     int *meets;      /* the units that meet it */
     int meets_count;
@@ -31,6 +38,10 @@ struct zpp_wrap {
     struct zpp_mapping mapping; /* memory_bytes 0: nothing is mapped */
     size_t own_bytes;
     bool poison;
+    uint64_t releases;
+    const zpp_stream *releases_on, *takes_on; /* NULL: none yet */
+    bool mixed;             /* releases were on several streams: a newer one is not after an older one */
+    uint64_t ordered_after; /* takes_on comes after the releases up to this number */
 };
 
 static size_t rounded(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
@@ -71,7 +82,7 @@ static zpp_status place_units(zpp_wrap *wrap, const struct zpp_wrap_options *opt
                             "units; raise prefetch_bytes, or split the unit",
                             unit->name, unit->bytes, options->memory_bytes);
         }
-        const zpp_status status = zpp_event_create(wrap->device, &unit->released, err);
+        const zpp_status status = zpp_event_create(wrap->device, &unit->released.event, err);
         if (status != ZPP_OK) return status;
     }
     return ZPP_OK;
@@ -121,8 +132,8 @@ void zpp_wrap_destroy(zpp_wrap *wrap) {
     for (int i = 0; i < wrap->units_count; i++) {
         struct unit *unit = &wrap->units[i];
         if (unit->own) zpp_device_free(wrap->device, unit->own, unit->bytes);
-        zpp_event_destroy(unit->released);
-        zpp_event_destroy(unit->left);
+        zpp_event_destroy(unit->released.event);
+        zpp_event_destroy(unit->left.event);
         free(unit->meets);
     }
     if (wrap->mapping.base) wrap->device->fill->unmap_wrapped(wrap->device, &wrap->mapping);
@@ -140,6 +151,32 @@ size_t zpp_wrap_memory_bytes(const zpp_wrap *wrap) { return wrap->mapping.memory
 
 size_t zpp_wrap_own_bytes(const zpp_wrap *wrap) { return wrap->own_bytes; }
 
+static const struct last_use *last_use_of(const zpp_wrap *wrap, int unit) {
+    const struct unit *found = &wrap->units[unit];
+    return found->own ? &found->left : &found->released;
+}
+
+/* Order the stream after one release. AGAIN: it is not enqueued yet. */
+static zpp_status wait_for_use(zpp_wrap *wrap, const struct last_use *use, zpp_stream *stream, struct zpp_err *err) {
+    if (!wrap->mixed && (stream == wrap->releases_on || use->number <= wrap->ordered_after)) return ZPP_OK;
+    const zpp_status status = zpp_stream_wait(stream, use->event, NULL, err);
+    if (status == ZPP_OK && !wrap->mixed) wrap->ordered_after = use->number;
+    return status;
+}
+
+static zpp_status wait_for_uses(zpp_wrap *wrap, const struct unit *taken, int meets, zpp_stream *stream,
+                                struct zpp_err *err) {
+    const struct last_use *newest = &taken->released;
+    for (int i = 0; i < meets && !wrap->mixed; i++) {
+        const struct last_use *use = last_use_of(wrap, taken->meets[i]);
+        if (use->number > newest->number) newest = use;
+    }
+    zpp_status status = wait_for_use(wrap, newest, stream, err);
+    for (int i = 0; i < meets && wrap->mixed && status == ZPP_OK; i++)
+        status = wait_for_use(wrap, last_use_of(wrap, taken->meets[i]), stream, err);
+    return status;
+}
+
 zpp_status zpp_wrap_take(zpp_wrap *wrap, int unit, zpp_stream *stream, int *blocker, struct zpp_err *err) {
     struct unit *taken = &wrap->units[unit];
     const int meets = taken->own ? 0 : taken->meets_count;
@@ -151,11 +188,9 @@ zpp_status zpp_wrap_take(zpp_wrap *wrap, int unit, zpp_stream *stream, int *bloc
         *blocker = taken->meets[i];
         return ZPP_AGAIN;
     }
-    zpp_status status = zpp_stream_wait(stream, taken->released, NULL, err);
-    for (int i = 0; status == ZPP_OK && i < meets; i++) {
-        const struct unit *other = &wrap->units[taken->meets[i]];
-        status = zpp_stream_wait(stream, other->own ? other->left : other->released, NULL, err);
-    }
+    if (wrap->takes_on != stream) wrap->ordered_after = 0;
+    wrap->takes_on = stream;
+    const zpp_status status = wait_for_uses(wrap, taken, meets, stream, err);
     taken->whole = status == ZPP_OK;
     return status;
 }
@@ -165,9 +200,13 @@ zpp_status zpp_wrap_release(zpp_wrap *wrap, int unit, zpp_stream *stream, struct
     assert(released->whole);
     zpp_status status = ZPP_OK;
     if (wrap->poison) status = zpp_stream_fill(stream, released->own, POISON, released->bytes, err);
-    if (status == ZPP_OK) status = zpp_event_record(released->released, stream, err);
-    if (status == ZPP_OK) released->whole = false;
-    return status;
+    if (status == ZPP_OK) status = zpp_event_record(released->released.event, stream, err);
+    if (status != ZPP_OK) return status;
+    wrap->mixed |= wrap->releases_on && wrap->releases_on != stream;
+    wrap->releases_on = stream;
+    released->released.number = ++wrap->releases;
+    released->whole = false;
+    return ZPP_OK;
 }
 
 zpp_status zpp_wrap_own(zpp_wrap *wrap, int unit, struct zpp_err *err) {
@@ -182,7 +221,7 @@ zpp_status zpp_wrap_own(zpp_wrap *wrap, int unit, struct zpp_err *err) {
         return status;
     }
     owner->left = owner->released;
-    owner->released = released;
+    owner->released = (struct last_use){released, 0};
     wrap->own_bytes += owner->bytes;
     return ZPP_OK;
 }

@@ -9,17 +9,12 @@
  */
 #include <stdatomic.h>
 
-#include "../../csrc/base/cuda_images.h"
 #include "../../csrc/comm/stream_sum.h"
 #include "../../csrc/zero/counters.h"
+#include "../../csrc/zero/step_ahead.h"
 #include "../../csrc/zero/zero.h"
 #include "ranks.h"
 #include "sim_gpu.h"
-
-/* The kernels of csrc, compiled as C by tests/sim. */
-const struct zpp_cuda_image zpp_cuda_images[] = {{"reduce_cuda.cu", "sim:zpp_sum_cuda_kernel", 23}, {0, 0, 0}};
-const size_t zpp_cuda_images_count = 1;
-const int zpp_cuda_images_toolkit = 13000;
 
 enum {
     MOST_RANKS = 3,
@@ -41,6 +36,7 @@ struct shape {
     bool each_micro; /* every backward reduces; else gradients are held back */
     size_t prefetch_bytes, bucket_bytes;
     bool on_cpu;
+    bool measures; /* the norm of all ranks goes into what is computed next; there is no run on the CPU to compare */
 };
 
 /* What all ranks share in a run. */
@@ -64,6 +60,9 @@ struct rank {
     void *state, *grads[UNITS][PARAMS], *initial[UNITS];
     zpp_stream *compute;
     sim_stream native; /* that compute follows */
+    struct zpp_stepper stepper;
+    struct zpp_step_unit units[UNITS];
+    zpp_step_ahead *ahead; /* NULL: nothing is measured */
 };
 
 static zpp_dtype dtype_of(const struct shape *shape) { return shape->narrow ? ZPP_BF16 : ZPP_F32; }
@@ -127,6 +126,14 @@ static void make_initial(struct rank *rank) {
     }
 }
 
+static void open_ahead(struct rank *rank) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (int u = 0; u < UNITS; u++) rank->units[u].unit = zpp_zero_unit(rank->zero, u);
+    rank->stepper = (struct zpp_stepper){.zero = rank->zero, .units = rank->units, .units_count = UNITS};
+    CHECK(zpp_step_ahead_works(rank->zero));
+    CHECK_OK(zpp_step_ahead_create(&rank->stepper, 1.0, 0, &rank->ahead, &err));
+}
+
 static void open_rank(struct rank *rank) {
     const struct shape *shape = &rank->run->shape;
     struct zpp_err err = ZPP_ERR_INIT;
@@ -152,11 +159,13 @@ static void open_rank(struct rank *rank) {
     for (int u = 0; u < UNITS; u++)
         for (int p = 0; p < PARAMS; p++) rank->grads[u][p] = device_memory(rank, param_elems[u][p] * 4);
     make_initial(rank);
+    if (shape->measures) open_ahead(rank);
 }
 
 static void close_rank(struct rank *rank) {
     settle(rank);
     test_join(rank->me); /* peers may still read this rank's memory */
+    zpp_step_ahead_destroy(rank->ahead);
     zpp_device_free(rank->device, rank->state, STATE * 4);
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < PARAMS; p++) zpp_device_free(rank->device, rank->grads[u][p], param_elems[u][p] * 4);
@@ -289,6 +298,15 @@ static void evaluate(struct rank *rank) {
     CHECK_OK(zpp_zero_end_pass(rank->zero, &err));
 }
 
+/* The square root of the sums of all ranks, at once in what is computed next. */
+static void measure(struct rank *rank) {
+    const struct zpp_clip_rule rule = {.scale = 1.0};
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!rank->ahead) return;
+    CHECK_OK(zpp_step_ahead_measure(rank->ahead, &rule, &patience, &err));
+    add_up(rank, rank->state, &zpp_step_ahead_record(rank->ahead)->norm_f32, 1, 0.001f, true);
+}
+
 static void train_step(struct rank *rank, int step) {
     const struct shape *shape = &rank->run->shape;
     const int micros = shape->stage == 0 ? 1 : 1 + step % 2;
@@ -298,6 +316,7 @@ static void train_step(struct rank *rank, int step) {
         backward(rank, step, micro, micro == micros - 1 || shape->each_micro);
     }
     evaluate(rank);
+    measure(rank);
     CHECK_OK(zpp_zero_step_begin(rank->zero, 7, NULL, &patience, &err));
     update(rank);
     CHECK_OK(zpp_zero_step_end(rank->zero, false, &patience, &err));
@@ -392,14 +411,15 @@ static void run_rank(struct test_rank *me) {
 
 static const struct run *mutated; /* see below */
 
-/* Return in how many of the schedules the result is not that of the CPU. */
+/* Return in how many of the schedules the result is not that of the CPU, or of the first run where norms are measured. */
 static int wrong_schedules(const struct shape *shape, const uint64_t *lazy_bits, int schedules, uint64_t seed) {
     static unsigned char wanted[MOST_RANKS * RESULT_BYTES], result[MOST_RANKS * RESULT_BYTES];
     memset(wanted, 0, sizeof wanted);
     memset(result, 0, sizeof result);
-    struct run cpu = {.shape = *shape, .schedules = 1, .result = wanted};
-    cpu.shape.on_cpu = true;
-    run_ranks(shape->ranks, run_rank, &cpu);
+    static const uint64_t eager[1];
+    struct run first = {.shape = *shape, .schedules = 1, .lazy_bits = eager, .result = wanted};
+    first.shape.on_cpu = !shape->measures;
+    run_ranks(shape->ranks, run_rank, &first);
     struct run gpu = {.shape = *shape,
                       .schedules = schedules,
                       .lazy_bits = lazy_bits,
@@ -426,12 +446,19 @@ static void draw_schedules(uint64_t *bits, int ranks, uint64_t seed) {
 }
 
 static const struct shape shapes[] = {
-    {2, 3, false, false, 1 << 20, 0, false}, {3, 3, true, false, 2000, 6000, false},
-    {2, 3, false, true, 0, 8000, false},     {2, 2, false, false, 0, 0, false},
-    {3, 2, false, true, 0, 9000, false},     {2, 1, false, false, 0, 0, false},
-    {3, 1, true, true, 0, 0, false},         {2, 0, false, false, 0, 0, false},
-    {3, 0, true, false, 0, 0, false},        {2, 2, false, false, 1 << 20, 0, false},
-    {2, 0, false, false, 1 << 20, 0, false}, {2, 3, false, false, 3000, 0, false},
+    {2, 3, false, false, 1 << 20, 0, false, false},
+    {3, 3, true, false, 2000, 6000, false, false},
+    {2, 3, false, true, 0, 8000, false, false},
+    {2, 2, false, false, 0, 0, false, false},
+    {3, 2, false, true, 0, 9000, false, false},
+    {2, 1, false, false, 0, 0, false, false},
+    {3, 1, true, true, 0, 0, false, false},
+    {2, 0, false, false, 0, 0, false, false},
+    {3, 0, true, false, 0, 0, false, false},
+    {2, 2, false, false, 1 << 20, 0, false, false},
+    {2, 0, false, false, 1 << 20, 0, false, false},
+    {2, 3, false, false, 3000, 0, false, false},
+    {2, 3, false, false, 1 << 20, 0, false, true},
 };
 enum { SHAPES = sizeof shapes / sizeof shapes[0] };
 
@@ -471,9 +498,11 @@ static const struct mutant {
     {"gathers wait for stepped", ZPP_COUNTER_STEPPED, NO_STREAM, NO_STREAM, 0},
     {"copies after a step wait for stepped", ZPP_COUNTER_STEPPED, NO_STREAM, NO_STREAM, 3},
     {"a step waits for read", ZPP_COUNTER_READ, NO_STREAM, NO_STREAM, 0},
+    {"a norm waits for measured", ZPP_COUNTER_MEASURED, NO_STREAM, NO_STREAM, 12},
     {"compute waits for ready", -1, COMPUTE, GATHER, 0},
     {"a gather waits for its memory", -1, GATHER, COMPUTE, 11},
     {"a step waits for the sums", -1, COMPUTE, SUMS, 0},
+    {"compute waits for copies after a step", -1, COMPUTE, GATHER, 9},
 };
 static const struct mutant *mutant;
 
@@ -560,7 +589,7 @@ static void run_fault(struct test_rank *me) {
 
 static void a_rank_that_stops_ends_the_waits_for_it(void) {
     for (int aborts = 0; aborts < 2; aborts++) {
-        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false}}, .aborts = aborts};
+        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false}}, .aborts = aborts};
         atomic_store(&goes_on, 0);
         SIM(sim_set_schedule)(0, 0);
         run_ranks_timeout(2, NULL, aborts ? 60 * TEST_SECOND_NS : TEST_SECOND_NS, run_fault, &fault);

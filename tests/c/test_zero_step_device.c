@@ -223,6 +223,36 @@ static void equals_the_cpu(void) {
     zpp_device_destroy(on_cpu.device);
 }
 
+static zpp_status note_number(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait, (void)err;
+    **(int **)arg = SIM(sim_stream_number)(native);
+    return ZPP_OK;
+}
+
+/* The host that looks at an outcome waits until it is copied; else it sees what was there before. */
+static void an_outcome_is_waited_for(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_clip_record seen = {0}, early = {0};
+    zpp_step_device *step;
+    int number, *const where = &number;
+    open_side(&on_gpu);
+    const struct zpp_step_device_options options = {.stream = on_gpu.stream, .loss_scale = 64.0};
+    CHECK_OK(zpp_step_device_create(&options, &step, &err));
+    CHECK_OK(zpp_stream_launch(on_gpu.stream, note_number, &where, sizeof where, &err));
+    SIM(sim_set_schedule)(UINT64_MAX >> 1, 0);
+    for (int t = 0; t <= BAD_STEP; t++) {
+        backward(&on_gpu, t);
+        step_on_device(&on_gpu, step, t);
+    }
+    SIM(sim_leave_out_between)(SIM_HOST, number);
+    CHECK_OK(zpp_step_device_look(step, 0, &ten_seconds, &early, &err));
+    SIM(sim_leave_out_between)(SIM_NOBODY, 0);
+    CHECK_OK(zpp_step_device_look(step, 0, &ten_seconds, &seen, &err));
+    CHECK(early.skipped == 0 && seen.skipped == 1);
+    zpp_step_device_destroy(step);
+    close_side(&on_gpu);
+}
+
 static void what_is_missing_is_refused(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_step_device *step;
@@ -239,8 +269,10 @@ static void what_is_missing_is_refused(void) {
 }
 
 int main(int argc, char **argv) {
+    setenv("SIM_IDLE_MS", "200", 1);
     sim_gpu_load();
-    static const struct test_case cases[] = {TEST(equals_the_cpu), TEST(what_is_missing_is_refused), {0}};
+    static const struct test_case cases[] = {
+        TEST(equals_the_cpu), TEST(an_outcome_is_waited_for), TEST(what_is_missing_is_refused), {0}};
     const int result = test_main(argc, argv, cases);
     zpp_stream_destroy(on_gpu.stream);
     zpp_device_destroy(on_gpu.device);

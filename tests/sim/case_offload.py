@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with zeropp on the simulated GPU, shards on the host, once for each schedule. Print what was found as JSON.
 
-python case_offload.py RANK RANKS FOLDER CASE [without=WAITER,SOURCE] SCHEDULE...
+python case_offload.py RANK RANKS FOLDER CASE [without=WAITER,SOURCE | without=WORD] SCHEDULE...
 
-CASE is a name of CASES; SCHEDULE is LAZY or LAZY:SEED. Waits of stream WAITER (-1: the host) for stream SOURCE are left out.
+CASE is a name of CASES; SCHEDULE is LAZY or LAZY:SEED. Waits of stream WAITER (-1: the host) for stream SOURCE, or for the counter
+WORD, are left out.
 
 The streams are: 0 torch's default stream, which computes; 1 gathers; 2 copies gradients down.
 The reference is plain torch on the same device with the gradients of all ranks, and zeropp's AdamW on the host.
@@ -87,6 +88,7 @@ CASES = {
     "little prefetch": Case(prefetch=1 << 17),
     "stage 2": Case(stage=2),
     "stage 1": Case(stage=1),
+    "stage 2, evaluates": Case(stage=2, evaluates=True),
     "bf16": Case(precision="bf16"),
     "accumulate": Case(accumulate=2),
     "clip": Case(clip=0.05),
@@ -228,7 +230,9 @@ def main() -> None:
     last: dict[str, Any] = {}
     schedules = sys.argv[5:]
     if schedules[0].startswith("without="):
-        sim.driver.sim_leave_out_between(*map(int, schedules.pop(0).removeprefix("without=").split(",")))
+        between = list(map(int, schedules.pop(0).removeprefix("without=").split(",")))
+        leave_out = sim.driver.sim_leave_out_between if len(between) == 2 else sim.driver.sim_leave_out_word
+        leave_out(*between)
     for schedule in schedules:
         try:
             last = train(case, schedule)

@@ -43,9 +43,4 @@ void sim_count(size_t offset, int64_t change); /* of a member of struct sim_coun
 const struct sim_kernel *sim_kernel_find(const char *name); /* NULL: there is none */
 void sim_kernel_run(const struct sim_kernel *kernel, const void *arg, unsigned int blocks, unsigned int threads);
 
-/* Called by Python with ctypes. From now on, waits of stream number `waiter`, or of SIM_HOST, for events recorded on
- * stream number `source` do nothing, as if the product had left them out. SIM_NOBODY: all wait again. */
-enum { SIM_HOST = -1, SIM_NOBODY = -2 };
-void sim_leave_out_between(int waiter, int source);
-
 #endif

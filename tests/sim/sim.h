@@ -126,6 +126,12 @@ struct sim_wait {
     const uint64_t *counter;  /* NULL with an event */
 };
 extern bool (*sim_leave_out)(const struct sim_wait *wait);
+/* From now on, waits of stream number `waiter`, or of SIM_HOST, for events recorded on
+ * stream number `source` do nothing, as if the product had left them out. SIM_NOBODY: all wait again. */
+enum { SIM_HOST = -1, SIM_NOBODY = -2 };
+void sim_leave_out_between(int waiter, int source);
+/* The same for waits for the counter at this line of its page (csrc/zero/counters.h). */
+void sim_leave_out_word(int word);
 
 /* --- kernels that a test brings, beside those of csrc/ops (kernels.c) ----------------------------------------------
  */

@@ -83,7 +83,7 @@ static struct CUevent_st *events;
 static struct waiter *waiters;
 static uint64_t lazy_streams, seed, orders, last_call_ns, idle_ns;
 static bool one_queue;
-static int left_out_waiter = SIM_NOBODY, left_out_source;
+static int left_out_waiter = SIM_NOBODY, left_out_source, left_out_word = SIM_NOBODY;
 static struct sim_counts counts;
 static struct sim_host_wait reasons[MOST_REASONS];
 static __thread const char *because;
@@ -480,12 +480,20 @@ void sim_leave_out_between(int waiter, int source) {
     leave(ZPP_CU_SUCCESS);
 }
 
+void sim_leave_out_word(int word) {
+    enter();
+    left_out_word = word;
+    leave(ZPP_CU_SUCCESS);
+}
+
 static bool is_left_out(int waiter, const struct CUstream_st *source) {
     return left_out_waiter == waiter && source->number == left_out_source;
 }
 
 static bool left_out(struct sim_wait wait) {
+    enum { LINE_BYTES = 64, PAGE_BYTES = 4096 };
     if (wait.after && is_left_out(wait.stream->number, wait.after)) return true;
+    if (wait.counter && (int)((uintptr_t)wait.counter % PAGE_BYTES / LINE_BYTES) == left_out_word) return true;
     return sim_leave_out && sim_leave_out(&wait);
 }
 

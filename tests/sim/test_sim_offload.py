@@ -88,6 +88,8 @@ WAITS = {
     "the reduction waits for the copy down": (HOST, DOWN, "stage 3", "4"),
     "the step waits for gathers": (HOST, GATHER, "evaluates", "2"),
     "the shard waits for the values at set-up": (HOST, COMPUTE, "stage 3", "1"),
+    "copies after a step wait for computation": (GATHER, COMPUTE, "stage 2, evaluates", "1"),
+    "computation waits for copies after a step": (COMPUTE, GATHER, "stage 2", "2"),
 }
 
 

@@ -38,7 +38,7 @@ def device() -> None:
     sim_build.torch_device()
 
 
-def train(case: str, schedules: tuple[str, ...], folder: Path) -> list[dict[str, object]]:
+def train(case: str, schedules: tuple[str, ...], folder: Path, without: str = "") -> list[dict[str, object]]:
     """Return what each rank printed."""
     driver = str(sim_build.driver())
     environment = {
@@ -49,7 +49,9 @@ def train(case: str, schedules: tuple[str, ...], folder: Path) -> list[dict[str,
         "ZEROPP_NCCL": driver,
     }
     commands = [
-        [sys.executable, str(HERE / "case_offload.py"), str(rank), str(RANKS), str(folder), case, *schedules]
+        [sys.executable, str(HERE / "case_offload.py"), str(rank), str(RANKS), str(folder), case]
+        + ([f"without={without}"] if without else [])
+        + [*schedules]
         for rank in range(RANKS)
     ]
     codes = run(commands, environment, folder)
@@ -61,6 +63,17 @@ def train(case: str, schedules: tuple[str, ...], folder: Path) -> list[dict[str,
 def test_training_has_the_bits_of_plain_torch(case: str, tmp_path: Path) -> None:
     for found in train(case, SCHEDULES[:2] if case in OFTEN else SCHEDULES, tmp_path):
         assert not found["wrong"] and not found["error"]
+
+
+HOST, COMPUTE = -1, 0
+#: As in test_sim_offload.py, of waits that tests/c/test_zero_device.c does not leave out.
+WAITS = {"the shard of a device waits for the values at set-up": (HOST, COMPUTE, "device: stage 3", "1")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in WAITS])
+def test_it_is_wrong_without_one_of_its_waits(name: str, tmp_path: Path) -> None:
+    waiter, source, case, schedule = WAITS[name]
+    assert any(one["wrong"] for one in train(case, (schedule,), tmp_path, f"{waiter},{source}"))
 
 
 @on_ranks(2, devices=("sim",))

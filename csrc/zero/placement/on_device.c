@@ -151,11 +151,9 @@ static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
     return status == ZPP_OK ? wait_for_compute(zero, unit, err) : status;
 }
 
-/* The compute stream has read what it had, and uses the new values next. */
+/* The gather stream waits for `stepped` of all ranks, and so of this one: its compute stream has read what it had. */
 static zpp_status collect(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
-    zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
-    if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, wait, err);
-    if (status == ZPP_OK) status = copy_shards(zero, unit, true, err);
+    const zpp_status status = copy_shards(zero, unit, true, err);
     return status == ZPP_OK ? zpp_stream_wait(zero->compute, unit->ready, wait, err) : status;
 }
 
