@@ -179,8 +179,8 @@ static zpp_status gather_now(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
     return made == ZPP_OK ? zpp_unit_gather_begin(zero, unit, err) : made;
 }
 
-zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
-                         struct zpp_err *err) {
+static zpp_status need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
+                       struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     unit->masked = false;
     if (!zpp_unit_moves(unit)) return ZPP_OK;
@@ -198,6 +198,12 @@ zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const 
     if (!zero->options.prefetch_bytes) return ZPP_OK;
     record(zero, phase, index);
     return prefetch_ahead(zero, phase, err);
+}
+
+zpp_status zpp_zero_need(zpp_zero *zero, int index, enum zpp_phase phase, const struct zpp_wait *wait,
+                         struct zpp_err *err) {
+    static const char *const names[ZPP_PHASES] = { "the forward", "the backward", "an evaluation" };
+    return zpp_unit_noticed(zero->units[index], names[phase], need(zero, index, phase, wait, err), err);
 }
 
 zpp_status zpp_zero_end_pass(zpp_zero *zero, struct zpp_err *err) {

@@ -329,7 +329,7 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
         if (status != ZPP_OK) return status;
         zpp_unit_grad_accumulate(grad);
     }
-    status = put_gradient(zero, unit, param, from, err);
+    status = zpp_unit_noticed(unit, "the backward", put_gradient(zero, unit, param, from, err), err);
     if (status != ZPP_OK) return status;
     count_gradient(grad, param, partial);
     return zero->reduces && is_complete(grad) ? drain(zero, false, NULL, err) : ZPP_OK;

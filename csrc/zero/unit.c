@@ -99,6 +99,16 @@ const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capac
     return text;
 }
 
+zpp_status zpp_unit_noticed(const struct zpp_unit *unit, const char *doing, zpp_status status, struct zpp_err *err) {
+    char words[ZPP_UNIT_WORDS];
+    if (status != ZPP_DEVICE || !err) return status;
+    const struct zpp_err said = *err;
+    return zpp_fail(err, status,
+                    "%s; noticed at %s in %s, so what ran on the GPU before is at fault: CUDA_LAUNCH_BLOCKING=1 in the "
+                    "environment shows which kernel",
+                    said.text, zpp_unit_words(unit, words, sizeof words), doing);
+}
+
 /* --- memory of the whole unit ------------------------------------------------------------------------------------- */
 
 static zpp_status acquire_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {

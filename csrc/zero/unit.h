@@ -146,6 +146,9 @@ size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *
  * what lies in no other module. Returns `text`. */
 enum { ZPP_UNIT_WORDS = 160 };
 const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capacity);
+/* Return `status`. To the error of a device, say at which unit it was noticed: the driver does not tell what was at
+ * fault, only that something before the call was. `doing`: such as "the forward". */
+zpp_status zpp_unit_noticed(const struct zpp_unit *unit, const char *doing, zpp_status status, struct zpp_err *err);
 
 size_t zpp_unit_bytes(const struct zpp_unit *unit);
 size_t zpp_unit_shard_bytes(const struct zpp_unit *unit);

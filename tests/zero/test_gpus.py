@@ -103,6 +103,21 @@ def test_ranks_on_one_gpu() -> None:
     assert of_all_ranks(comm.rank) == [0, 1]
 
 
+@on_ranks(2, devices=("sim",))
+def test_what_one_rank_alone_has_wrong_is_told_on_all() -> None:
+    last = dist.get_rank() == 1
+    with torch.device("cpu"):
+        here, there = nn.Linear(4, 4), nn.Linear(4, 4)
+    with pytest.raises(zeropp.ConfigError, match="type of device is sim on rank 0 and cpu on rank 1"):
+        zeropp.prepare(here, None, zeropp.Config(device="cpu" if last else "sim"))
+    wrong = "parameter 'weight' is on sim:0, and the model is to compute on cpu"
+    with pytest.raises(
+        zeropp.ConfigError, match=wrong if last else f"prepare: rank 1 cannot prepare its model: .*{wrong}"
+    ):
+        zeropp.prepare(there.to("sim"), None, zeropp.Config(device="cpu" if last else "sim"))
+    zeropp.prepare(here, None, zeropp.Config(device="sim"))
+
+
 def test_buffers_come_to_the_device_and_stay_shared() -> None:
     first, second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     second._buffers["running_mean"] = first._buffers["running_mean"]

@@ -110,12 +110,10 @@ def prepare_over(
         return model, optimizer
     config = as_config(config, "prepare")
     device = device_of(model, config)
-    require_gpu(device, kernels=True)
-    require_healthy(device)
-    _check_model(model, config, device)
+    mistake = _mistake_of(model, config, device)
     ranks = job.world() if ranks is None else ranks
     comm = ranks.data
-    _check_ranks(ranks, config, optimizer, device)
+    _check_ranks(ranks, config, optimizer, device, mistake)
     mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
     division = _divide(model, config, ranks)
     if division is not None:
@@ -303,13 +301,28 @@ def _check_arguments(model: Any, optimizer: Any) -> None:
     )
 
 
-def _check_ranks(ranks: job.JobRanks, config: Config, optimizer: Optimizer | None, device: torch.device) -> None:
+def _mistake_of(model: nn.Module, config: Config, device: torch.device) -> ConfigError | None:
+    """Return what this rank cannot train: all ranks have to hear of it, because the others would wait for this one."""
+    try:
+        require_gpu(device, kernels=True)
+        require_healthy(device)
+        _check_model(model, config, device)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _check_ranks(
+    ranks: job.JobRanks, config: Config, optimizer: Optimizer | None, device: torch.device, mistake: ConfigError | None
+) -> None:
+    if ranks.all is not None:
+        check_same_config(ranks.all, config, optimizer, device, mistake)
+    elif mistake is not None:
+        raise mistake
     check_accelerator(config, device, ranks.all)
     refuse_shared(device, ranks.all, config.device is not None)
-    if ranks.all is not None:
-        check_same_config(ranks.all, config, optimizer)
-        if config.preflight:
-            preflight()
+    if ranks.all is not None and config.preflight:
+        preflight()
 
 
 def _host_facts(config: Config, comm: Any) -> dict[str, Any]:

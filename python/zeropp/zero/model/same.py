@@ -25,23 +25,39 @@ __all__ = ["check_same_config", "check_same_lines", "check_same_model", "gather_
 LEFT_OUT = frozenset({"device", "path"})
 """Fields that may differ from rank to rank: each host names its own disks, each rank its own device."""
 _MOST_DIFFERENCES = 4
+_MISTAKE = "mistake"
 
 
-def check_same_config(comm: Any, config: Config, optimizer: Any) -> None:
-    """Check that all ranks have the same configuration and class of optimizer. Collective.
+def check_same_config(
+    comm: Any, config: Config, optimizer: Any, device: torch.device, mistake: ConfigError | None
+) -> None:
+    """Check that all ranks have the same configuration, class of optimizer and type of device. Collective.
+
+    Args:
+        mistake: what this rank has found wrong before, or None.
 
     Raises:
-        zeropp.ConfigError: names each key that differs, its values and who has them.
+        zeropp.ConfigError: the mistake of this rank or of another, which is named; or each key that differs, its values and who has them.
     """
     facts = dict(_facts("Config", config))
     facts["optimizer"] = "None" if optimizer is None else type(optimizer).__name__
+    facts["type of device"] = device.type
+    facts[_MISTAKE] = "" if mistake is None else str(mistake)
     text = json.dumps(facts).encode()
     hashes = gather_bytes(comm, hashlib.sha256(text).digest()[:16])
     if len(set(hashes)) == 1:
-        return
+        if mistake is None:
+            return
+        raise mistake
     sizes = [int.from_bytes(one, "little") for one in gather_bytes(comm, len(text).to_bytes(8, "little"))]
     texts = gather_bytes(comm, text.ljust(max(sizes)))  # JSON may end in spaces
-    raise ConfigError(_differences([json.loads(one) for one in texts]))
+    found = [json.loads(one) for one in texts]
+    if mistake is not None:
+        raise mistake
+    for rank, one in enumerate(found):
+        if one[_MISTAKE]:
+            raise ConfigError(f"prepare: rank {rank} cannot prepare its model: {one[_MISTAKE]}")
+    raise ConfigError(_differences(found))
 
 
 def _differences(facts: list[dict[str, str]]) -> str:
