@@ -118,6 +118,13 @@ def on_cpu_only(why: str) -> None:
         pytest.skip(f"{torch.get_default_device().type}: {why}")
 
 
+def shards_tier() -> str:
+    """Return the tier of zeropp.memory and zeropp.estimate that has the shards where nothing is offloaded."""
+    import torch
+
+    return "cpu" if torch.get_default_device().type == "cpu" else "device"
+
+
 @dataclass(frozen=True)
 class _How:
     """What :func:`on_ranks` was given."""

@@ -42,6 +42,11 @@ def sentence(act: Callable[[], Any], error: type[BaseException] = zeropp.Error) 
     raise AssertionError(f"accepted, and gave {value!r}")
 
 
+def refused_step(optimizer: Any) -> str:
+    """Return what a step says that is not taken: at once, or, where a GPU steps, when somebody asks how the step ended."""
+    return sentence(lambda: (optimizer.step(), optimizer.flush()))
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -149,7 +149,7 @@ def ours(recipe: Recipe, **config: Any) -> Run:
                 optimizer.step()
                 optimizer.zero_grad()
         if recipe.clip is not None and "clip" not in recipe.config:
-            run.norms.append(optimizer.clip_grad_norm_(recipe.clip))
+            run.norms.append(float(optimizer.clip_grad_norm_(recipe.clip)))
         _finish_step(run, total, optimizer, scheduler)
     with zeropp.gathered(model):
         run.values = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from disk import scratch
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from training import CONTEXT, batch, gpt
 from zeropp import Comm, Config, Offload, Precision, Tier
 from zeropp.zero.engine import engine_of
@@ -128,7 +128,7 @@ def test_a_fraction() -> None:
             tier = engine_of(model).params
             assert tier.in_file
             seen, figures = zeropp.memory(model), tier.figures()
-            for one in (seen["cpu"]["params"], seen.get("nvme", {}).get("params", {"held": 0, "planned": 0})):
+            for one in (seen[shards_tier()]["params"], seen.get("nvme", {}).get("params", {"held": 0, "planned": 0})):
                 assert abs(one["held"] - one["planned"]) <= 0.03 * one["planned"] + 8192 * (layers + 4), (
                     fraction,
                     seen,

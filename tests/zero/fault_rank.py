@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fault_rank.py WHAT WHERE MODE FAILED_RANK FILE`: train until one rank is killed, stopped or goes its own way; survivors
+"""`fault_rank.py WHAT WHERE MODE FAILED_RANK FILE [DEVICE]`: train until one rank is killed, stopped or goes its own way; survivors
 write what they saw.
 
 WHAT: kill, stop, raise (an exception that ends the process), extra (one backward more than the others), leave
-(returns early).
+(returns early), lost (the next copy of its GPU finds that a kernel wrote to an illegal address).
 WHERE: forward, backward, step. FILE gets one JSON object: error class, rank blamed, sentence, and the wall clock.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import importlib
 import json
 import os
 import signal
@@ -22,10 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zeropp
+from rank import use
 from tiny import MODES, Tiny, vector
 from zeropp.zero.engine import engine_of
 
 AT_STEP = 3
+ILLEGAL_ADDRESS = 700
 
 
 def strike(what: str, file: Path) -> None:
@@ -34,6 +38,9 @@ def strike(what: str, file: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "lost":
+        driver = importlib.import_module("sim").driver
+        ctypes.c_int.in_dll(driver, "sim_faults").value = ILLEGAL_ADDRESS  # its first field is fail_copy
     if what == "raise":
         raise ZeroDivisionError("the failed rank's own mistake")
 
@@ -80,9 +87,10 @@ def train(what: str, where: str, mode: str, failed_rank: bool, file: Path) -> No
         optimizer.zero_grad()
 
 
-def main(what: str, where: str, mode: str, failed_rank: int, file: Path) -> int:
+def main(what: str, where: str, mode: str, failed_rank: int, file: Path, device: str = "cpu") -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    use(device)
     timeout = 4.0 if what == "stop" else 30.0
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
     try:
@@ -100,4 +108,4 @@ def main(what: str, where: str, mode: str, failed_rank: int, file: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4], int(sys.argv[4]), Path(sys.argv[5])))
+    sys.exit(main(*sys.argv[1:4], int(sys.argv[4]), Path(sys.argv[5]), *sys.argv[6:]))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from tiny import sentence as sentence_of
 from torch import nn
 from training import batch, gpt
@@ -64,7 +64,7 @@ def loop(way: str, scratch: Path | None) -> tuple[list[float], dict[str, Any]]:
     losses, said = [], {}
     for step in range(4):
         if step == 2:
-            before = zeropp.memory(policy, optimizer)["cpu"]
+            before = zeropp.memory(policy, optimizer)[shards_tier()]
             if scratch is not None:
                 said = away(policy, optimizer, scratch, before)
             buckets = list(zeropp.packed_full_tensors(policy, bucket_bytes=50_000))
@@ -74,7 +74,7 @@ def loop(way: str, scratch: Path | None) -> tuple[list[float], dict[str, Any]]:
                 said["back"] = zeropp.offload_states(optimizer=optimizer, to="cpu")
                 dist.barrier()
                 said["left"] = sorted(path.name for path in scratch.rglob("*"))
-                after = zeropp.memory(policy, optimizer)["cpu"]
+                after = zeropp.memory(policy, optimizer)[shards_tier()]
                 said["as before"] = all(after[kind] == before[kind] for kind in ("params", "master", "optimizer"))
         loss = loss_of(policy, step, reference, reward)
         loss.backward()
@@ -93,7 +93,11 @@ def away(policy: nn.Module, optimizer: Any, scratch: Path, before: dict[str, Any
     found = {
         "moved": moved,
         "were": before["master"]["held"] + before["optimizer"]["held"],
-        "held": [seen["cpu"]["master"]["held"], seen["cpu"]["optimizer"]["held"], seen["nvme"]["away"]["held"]],
+        "held": [
+            seen[shards_tier()]["master"]["held"],
+            seen[shards_tier()]["optimizer"]["held"],
+            seen["nvme"]["away"]["held"],
+        ],
         "storage": sum(one.untyped_storage().size() for one in states.values() if one.numel() > 1),
         "again": zeropp.offload_states(optimizer=optimizer, to="nvme", path=scratch),
         "step": sentence_of(optimizer.step),

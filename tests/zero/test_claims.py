@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from torch import nn
 from training import STAGES, batch, gpt
 from zeropp.zero.engine import engine_of
@@ -49,7 +49,7 @@ def held() -> dict[str, Any]:
             answer[f"{precision}, {stage}"] = {
                 "held": found["bytes_per_parameter"]["held"],
                 "planned": found["bytes_per_parameter"]["planned"],
-                "kinds": found["cpu"],
+                "kinds": found[shards_tier()],
                 "parameters": found["parameters"],
                 "padding": padded / real - 1,
                 "real": real,

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zeropp
 from parity import COMPILING, STEPS, Case, left_full, rows, run, vector
-from ranks import of_all_ranks, on_ranks
+from ranks import of_all_ranks, on_ranks, shards_tier
 from tiny import MODES
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -304,16 +304,16 @@ def test_fully_shard_training_memory() -> None:
     seen: list[int] = []
 
     def look(*_: Any) -> None:
-        seen.append(zeropp.memory(model)["cpu"]["gathered"]["held"])
+        seen.append(zeropp.memory(model)[shards_tier()]["gathered"]["held"])
 
     for one in model.blocks:
         one.out.register_forward_hook(look)
         one.out.register_full_backward_hook(look)
     x = torch.randn(4, 64)
     loss = model(x)
-    after_forward = zeropp.memory(model)["cpu"]["gathered"]["held"]
+    after_forward = zeropp.memory(model)[shards_tier()]["gathered"]["held"]
     loss.backward()
-    held = zeropp.memory(model)["cpu"]
+    held = zeropp.memory(model)[shards_tier()]
     assert len(seen) == 12 and after_forward <= 2 * block
     assert min(seen) > 0 and max(seen) <= 2 * block + 4 * 4096, (seen, block)
     # No unit is whole any more; the memory of two stays warm for the next step.

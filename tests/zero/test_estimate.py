@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from torch import Tensor, nn
 from zeropp.cli import main
 from zeropp.zero.engine import engine_of
@@ -154,7 +154,7 @@ def measured(said: dict[str, Any], model: nn.Module, optimizer: Any, micro: int 
         for what, counts in kinds.items():
             moved[what] = moved.get(what, 0) + counts["bytes"]
     found = zeropp.memory(model, optimizer)
-    held = {what: sizes["held"] for what, sizes in found["cpu"].items()}
+    held = {what: sizes["held"] for what, sizes in found[shards_tier()].items()}
     held["buckets"] = held["buckets_peak"]
     in_file = {what: sizes["held"] for what, sizes in found.get("nvme", {}).items()}
     return {
@@ -185,14 +185,18 @@ def test_within_three_percent(case: str) -> None:
     filed = "params" in found["nvme"]
     if filed or case in STORED:  # it is what may be there, and of parameters in a file less may do
         kinds.remove("gathered")
-        assert held["gathered"] <= said["cpu"]["gathered"] * (1 + WITHIN)
+        assert held["gathered"] <= said[shards_tier()]["gathered"] * (1 + WITHIN)
     if "delayed" in case:
         kinds.append("delayed")
     if case == "few buckets":  # with more of them it depends on which rank is late
         kinds.append("buckets")
     for kind in kinds:
-        assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (kind, said["cpu"], held)
-    assert held["buckets"] <= said["cpu"]["buckets"] * (1 + WITHIN), (said["cpu"], held)
+        assert said[shards_tier()][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (
+            kind,
+            said[shards_tier()],
+            held,
+        )
+    assert held["buckets"] <= said[shards_tier()]["buckets"] * (1 + WITHIN), (said[shards_tier()], held)
     if case in STORED:  # for inference: nothing is reduced
         assert found["reduced"] == said["traffic"]["reduce"] == 0
     for kind, value in found["nvme"].items():
@@ -219,9 +223,13 @@ def test_between_hosts_within_three_percent(case: str) -> None:
     kinds = {"params", "grads", "master", "optimizer", "gathered", "delayed"} & set(held)
     if not found["network"]:  # each host has a copy: what may be there, and with a fraction less may do
         kinds.remove("gathered")
-        assert held["gathered"] <= said["cpu"]["gathered"] * (1 + WITHIN)
+        assert held["gathered"] <= said[shards_tier()]["gathered"] * (1 + WITHIN)
     for kind in kinds:
-        assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (kind, said["cpu"], held)
+        assert said[shards_tier()][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (
+            kind,
+            said[shards_tier()],
+            held,
+        )
     for kind, value in found["nvme"].items():
         assert said["nvme"][kind] == pytest.approx(value, rel=WITHIN), (kind, said["nvme"], found["nvme"])
     assert said["traffic"]["network"] == pytest.approx(found["network"], rel=WITHIN), (said["traffic"], found)
@@ -241,8 +249,8 @@ def test_a_model_that_fits_nowhere() -> None:
         model = big()
     said = zeropp.estimate(model, ranks=8, tokens=4096, tflops=100.0)
     psi = 4 * said["parameters"]
-    assert said["cpu"]["params"] == pytest.approx(psi / 8, rel=1e-3)
-    assert said["cpu"]["optimizer"] == pytest.approx(2 * psi / 8, rel=1e-3)
+    assert said[shards_tier()]["params"] == pytest.approx(psi / 8, rel=1e-3)
+    assert said[shards_tier()]["optimizer"] == pytest.approx(2 * psi / 8, rel=1e-3)
     assert said["compute_seconds"] == pytest.approx(6 * said["parameters"] * 4096 / 1e14)
     assert said["bandwidth"]["reduce"] == pytest.approx(psi * 7 / 8 / said["compute_seconds"], rel=1e-3)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import end, start_rank
+from ranks import end, simulated, start_rank
 from warm import free_port
 
 FAULT_RANK = Path(__file__).with_name("fault_rank.py")
@@ -22,14 +22,19 @@ TIMEOUT_S = 4.0  # what fault_rank.py gives init_process_group where a rank only
 START_S = 60.0
 
 
-def launch(tmp_path: Path, what: str, where: str, mode: str, done: Callable[[list[Any]], bool]) -> list[dict[str, Any]]:
+def launch(
+    tmp_path: Path, what: str, where: str, mode: str, done: Callable[[list[Any]], bool], device: str = "cpu"
+) -> list[dict[str, Any]]:
     """Start, wait until `done(processes)`, end all. What each rank wrote."""
     port, files = free_port(), [tmp_path / f"{r}.json" for r in range(RANKS)]
+    more = simulated(device)
     with (tmp_path / "log.txt").open("w") as log:
         processes = [
-            start_rank(FAULT_RANK, [what, where, mode, str(FAILED_RANK), str(files[r])], r, RANKS, port, log)
+            start_rank(
+                FAULT_RANK, [what, where, mode, str(FAILED_RANK), str(files[r]), device], r, RANKS, port, log, **more
+            )
             for r in range(RANKS)
-        ]
+        ]  # fmt: skip
         try:
             deadline = time.monotonic() + START_S
             while not done(processes) and time.monotonic() < deadline:
@@ -73,6 +78,31 @@ def test_survivors_name_the_rank(what: str, where: str, mode: str, tmp_path: Pat
         else:
             assert answer["error"] == "CommTimeoutError", answer
             assert TIMEOUT_S - 1 < answer["at"] - struck < TIMEOUT_S + DEAD_S, answer
+
+
+ON_GPUS = [("kill", "backward"), ("lost", "forward")]
+SLOW_ON_GPUS = [("kill", "forward"), ("kill", "step"), ("lost", "backward"), ("lost", "step")] + [
+    ("stop", where) for where in ("forward", "backward", "step")
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "where"), [*ON_GPUS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_ON_GPUS)]
+)
+def test_survivors_on_gpus_name_the_rank(what: str, where: str, tmp_path: Path) -> None:
+    """On simulated GPUs, whose streams wait for counters that the rank no longer writes."""
+    done = survivors_ended if what != "lost" else lambda ps: all(p.poll() is not None for p in ps)
+    answers = launch(tmp_path, what, where, "gather", done, "sim-lazy")
+    failed = answers[FAILED_RANK]
+    assert "struck" in failed, failed
+    limit = TIMEOUT_S + DEAD_S if what == "stop" else DEAD_S
+    for answer in answers:
+        if not answer["is_failed_rank"]:
+            assert (answer["code"], answer["rank"]) == (3, FAILED_RANK), answer
+            assert f"rank {FAILED_RANK}" in answer["text"], answer
+            assert answer["at"] - failed["struck"] < limit, answer
+    if what == "lost":
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in failed["text"] and "noticed at module" in failed["text"], failed
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])

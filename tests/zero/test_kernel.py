@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from torch import Tensor, nn
 
 WIDTH, LAYERS = 1024, 16
@@ -87,7 +87,7 @@ def _config(name: str, folder: str) -> zeropp.Config:
 
 
 def _held(model: nn.Module, optimizer: Any) -> float:
-    kinds = zeropp.memory(model, optimizer)["cpu"]
+    kinds = zeropp.memory(model, optimizer)[shards_tier()]
     return float(sum(found["held"] for kind, found in kinds.items() if kind != "buckets_peak"))
 
 
@@ -129,10 +129,10 @@ def measure(config: zeropp.Config) -> dict[str, Any]:
     model.look = None
     last = {moment: values[-1] for moment, values in seen.items()}
     return {
-        "said": said["cpu"],
+        "said": said[shards_tier()],
         "most": max(grown for grown, _ in last.values()),
         "seen": last,
-        "kinds": zeropp.memory(model)["cpu"],
+        "kinds": zeropp.memory(model)[shards_tier()],
     }
 
 

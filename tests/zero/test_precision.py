@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from parity import U
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import STAGES, batch, gpt, loss_after_fifty_steps, master_values, train
@@ -235,7 +235,7 @@ def test_bytes_on_the_wire() -> None:
                 want = shards * KINDS[travels].itemsize
                 assert moved["reduce_scatter"]["bytes"] == want, (name, stage, moved, want)
             optimizer.step()
-            grads = zeropp.memory(model, optimizer)["cpu"]["grads"]
+            grads = zeropp.memory(model, optimizer)[shards_tier()]["grads"]
             elems = sum(unit.elems if config["stage"] < 2 else unit.shard_elems for unit in engine_of(model).units)
             assert abs(grads["held"] / (elems * KINDS[stays].itemsize) - 1) < 0.01, (name, stage, grads)
             assert abs(grads["planned"] / grads["held"] - 1) < 0.1, (name, stage, grads)
@@ -331,7 +331,7 @@ def test_master_bf16() -> None:
             if state == "int8" and stage != "stage 0" and dist.get_world_size() > 1:
                 continue  # slices cut blocks
             model, optimizer = _bf16_adam(state, **config)
-            assert zeropp.memory(model, optimizer)["cpu"]["master"]["held"] == 0
+            assert zeropp.memory(model, optimizer)[shards_tier()]["master"]["held"] == 0
             with zeropp.gathered(model):
                 named = {n: p.detach().clone() for n, p in model.named_parameters()}
             order = [entry.names[0] for unit in engine_of(model).units for entry in unit.params]
@@ -355,7 +355,7 @@ def test_master_bf16() -> None:
                 losses += found
             assert first in (None, losses), (state, stage)
             first = losses
-            assert zeropp.memory(model, optimizer)["cpu"]["master"]["held"] == 0
+            assert zeropp.memory(model, optimizer)[shards_tier()]["master"]["held"] == 0
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import on_cpu_only, on_ranks
 from torch import nn
 
 STEPS, BLOCKS, WIDTH = 3, 4, 160
@@ -43,6 +43,7 @@ def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
 @on_ranks(2)
 def test_gathering() -> None:
     """Each unit is gathered for forward and for backward of each step, inside them, and reduced once."""
+    on_cpu_only("gathers are operations of the GPU, and no spans of the host")
     model, optimizer = _model(host_copy="off", prefetch=0)
     _train(model, optimizer)
     with tempfile.TemporaryDirectory() as folder, zeropp.trace(f"{folder}/t.json") as trace:

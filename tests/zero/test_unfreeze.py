@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from parity import LR, average, rows, same_gradients, same_values, snapshot
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from tiny import sentence
 from torch import Tensor, nn
 from training import STAGES
@@ -347,7 +347,7 @@ def test_memory() -> None:
         for names in (SCHEDULE[0], SCHEDULE[4]):
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith(names))
-            found.append({"said": zeropp.estimate(model, chosen, ranks=dist.get_world_size())["cpu"]})
+            found.append({"said": zeropp.estimate(model, chosen, ranks=dist.get_world_size())[shards_tier()]})
         model, optimizer = zeropp.prepare(model, begin(model, "all", adamw), chosen)
         for at, step in ((-2, 0), (-1, 4)):
             for _ in range(2):
@@ -355,7 +355,7 @@ def test_memory() -> None:
                 model(torch.randn(4, 128)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found[at]["held"] = {k: v["held"] for k, v in zeropp.memory(model, optimizer)["cpu"].items()}
+            found[at]["held"] = {k: v["held"] for k, v in zeropp.memory(model, optimizer)[shards_tier()].items()}
     for one in found:  # a frozen parameter costs nothing
         for kind in ("params", "grads", "master", "optimizer"):
             said, held = one["said"][kind], one["held"][kind]
@@ -420,12 +420,12 @@ def test_inside_no_sync() -> None:
 def test_few_buckets_frozen_after() -> None:
     """The unit that is reduced first is frozen after ``prepare``: those behind it do not wait until the end of the backward."""
     model, config = Net(64), zeropp.Config(stage=2, bucket_bytes=1)
-    said = zeropp.estimate(model, config, ranks=dist.get_world_size())["cpu"]["buckets"]
+    said = zeropp.estimate(model, config, ranks=dist.get_world_size())[shards_tier()]["buckets"]
     model, optimizer = zeropp.prepare(model, adamw(list(model.parameters())), config)
     model.head.requires_grad_(False)
     model(torch.randn(4, 64)).backward()
     optimizer.step()
-    assert 0 < zeropp.memory(model)["cpu"]["buckets_peak"]["held"] <= said
+    assert 0 < zeropp.memory(model)[shards_tier()]["buckets_peak"]["held"] <= said
 
 
 def check_refusals(told: dict[str, str]) -> None:

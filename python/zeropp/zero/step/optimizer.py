@@ -79,11 +79,14 @@ class ZeroOptimizer(optim.Optimizer):
         return loss
 
     def flush(self) -> None:
-        """Collective: with ``Offload(delayed_update=)``, the update under way ends, and the model has it. Nothing to do without.
+        """End what earlier steps left under way. Collective.
 
-        For an evaluation of the newest weights, and after the last step. Saving, loading and whole state dicts do it themselves.
+        With ``Offload(delayed_update=)`` the update under way ends, and the model has it. Where a GPU holds and steps the shards, wait for
+        its steps, and learn whether one was skipped. There is nothing to do otherwise. Call it before an evaluation of the newest
+        weights, and after the last step. Saving, loading and whole state dicts do it themselves.
 
         Raises:
+            zeropp.Error: the gradients of an earlier step on a GPU were not finite; the step changed nothing.
             zeropp.TierError: the update failed on some rank; zeropp.load goes on from the last checkpoint.
         """
         self._engine.flush()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU does at the same time, on a simulated one: torch's test_fully_shard_overlap.py without clocks.
+
+A lazy stream runs only what somebody waits for. So what is there although the stream that computes has not run yet was made beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import zeropp
+from ranks import on_ranks
+from torch import Tensor, nn
+from zeropp.zero.engine import engine_of
+
+WIDTH, LAYERS, COMPUTE_IS_LAZY = 32, 5, 1
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a copy of what the memory of a tensor of the simulated GPU has now, whatever is enqueued."""
+    memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    return torch.tensor(list(memory), device="cpu")
+
+
+def trained(**options: Any) -> tuple[nn.Sequential, Any]:
+    """Return a model whose order of units is known, because it was trained for two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = zeropp.Config(units=[nn.Linear], prefetch=1 << 20, **options)
+    model, optimizer = zeropp.prepare(model, optimizer, config)
+    for _ in range(2):
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def unit_of(model: nn.Module, layer: int) -> Tensor:
+    """Return the whole unit of a layer: its weight, and what fills it up."""
+    units = engine_of(model).units
+    found = next(one for one in units if one.params[0].names[0] == f"{layer}.weight")
+    return found.whole[: WIDTH * WIDTH]
+
+
+@on_ranks(2, devices=("sim",))
+@pytest.mark.parametrize("shards", ["device", "host"])
+def test_the_next_unit_is_gathered_beside_the_computation_of_this_one(shards: str) -> None:
+    sim: Any = importlib.import_module("sim")
+    offload = zeropp.Offload(params="cpu", optimizer="cpu") if shards == "host" else zeropp.Offload()
+    model, _ = trained(offload=offload)
+    values = {name: value.cpu().flatten() for name, value in zeropp.full_state_dict(model).items()}
+    begun, ahead = torch.zeros(1), list[bool]()
+
+    def note(layer: int) -> None:
+        if layer == 0:
+            begun.fill_(1.0)  # the first that this pass computes
+        elif layer + 1 < LAYERS:
+            computes = bool(memory_of(begun)[0])
+            ahead.append(
+                not computes and torch.equal(memory_of(unit_of(model, layer + 1)), values[f"{layer + 1}.weight"])
+            )
+
+    for layer, module in enumerate(model):
+        module.register_forward_pre_hook(lambda *_, layer=layer: note(layer))
+    x = torch.ones(4, WIDTH)
+    sim.set_schedule(COMPUTE_IS_LAZY, 0)
+    loss = model(x).square().mean()
+    sim.set_schedule(0, 0)
+    assert ahead == [True] * (LAYERS - 2)
+    loss.backward()
+
+
+@on_ranks(2, devices=("sim",))
+def test_at_most_the_unit_in_use_and_what_is_read_ahead_are_whole() -> None:
+    """torch's test_fully_shard_training_memory: two blocks are whole at a time, in a forward and in a backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    unit_bytes, grain_bytes = WIDTH * WIDTH * 4, 4096
+    model, optimizer = zeropp.prepare(
+        model, torch.optim.AdamW(model.parameters()), zeropp.Config(units=[nn.Linear], prefetch=unit_bytes)
+    )
+    for _ in range(3):
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gathered = zeropp.memory(model)["device"]
+    assert gathered["gathered"]["held"] <= 3 * unit_bytes + grain_bytes  # R: two units, and what is read ahead
+    assert engine_of(model).core.memory()["gathered_peak"] <= 2 * unit_bytes
