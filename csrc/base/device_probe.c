@@ -100,7 +100,7 @@ static zpp_status take_and_fill(struct probe *probe, zpp_wrap *wrap, int unit, u
 
 /* Two units over the memory of one: what is written at the second's address is read at the first's. */
 static zpp_status probe_wrapped(struct probe *probe, struct zpp_err *err) {
-    static const struct zpp_wrap_unit sizes[] = {{"first", BYTES}, {"second", BYTES}};
+    static const struct zpp_wrap_unit sizes[] = {{"first", BYTES, false}, {"second", BYTES, false}};
     struct zpp_wrap_unit units[64];
     zpp_wrap *wrap = NULL;
     int last = 0;

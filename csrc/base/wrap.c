@@ -75,8 +75,9 @@ static zpp_status place_units(zpp_wrap *wrap, const struct zpp_wrap_options *opt
         unit->name = options->units[i].name;
         unit->bytes = options->units[i].bytes;
         unit->offset_bytes = *address_bytes;
-        *address_bytes += rounded(unit->bytes, ALIGN_BYTES);
-        if (unit->bytes > options->memory_bytes && !wrap->poison) {
+        const bool own = options->units[i].own || wrap->poison;
+        if (!own) *address_bytes += rounded(unit->bytes, ALIGN_BYTES);
+        if (unit->bytes > options->memory_bytes && !own) {
             return zpp_fail(err, ZPP_INVALID,
                             "wrapped memory: unit %s has %zu bytes, wanted at most the %zu bytes of memory for all "
                             "units; raise prefetch_bytes, or split the unit",
@@ -117,8 +118,9 @@ zpp_status zpp_wrap_create(const struct zpp_wrap_options *options, zpp_wrap **ou
     wrap->units_count = options->units_count;
     wrap->poison = wants_poison();
     zpp_status status = place_units(wrap, options, &address_bytes, err);
+    for (int i = 0; status == ZPP_OK && i < wrap->units_count; i++)
+        if (wrap->poison || options->units[i].own) status = zpp_wrap_own(wrap, i, err);
     if (status == ZPP_OK && !wrap->poison) status = map_units(wrap, address_bytes, options->memory_bytes, err);
-    for (int i = 0; status == ZPP_OK && wrap->poison && i < wrap->units_count; i++) status = zpp_wrap_own(wrap, i, err);
     if (status != ZPP_OK) {
         zpp_wrap_destroy(wrap);
         return status;

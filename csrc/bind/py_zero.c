@@ -384,14 +384,15 @@ static int sizes_of(PyObject *list, size_t **out) {
     return 0;
 }
 
-/* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0, held=0) -> index */
+/* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0, held=False,
+ * shared=False) -> index */
 static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
-    int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, held = 0, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!ppiii|ip", &spec.name, &dtype, &PyList_Type, &sizes, &trainable,
-                          &frozen_reserved, &place, &grad_dtype, &wire_dtype, &spec.group, &held))
+    int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, held = 0, shared = 0, index = -1;
+    if (!PyArg_ParseTuple(args, "siO!ppiii|ipp", &spec.name, &dtype, &PyList_Type, &sizes, &trainable,
+                          &frozen_reserved, &place, &grad_dtype, &wire_dtype, &spec.group, &held, &shared))
         return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
@@ -403,6 +404,7 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     spec.trainable = trainable;
     spec.held = held;
     spec.frozen_reserved = frozen_reserved;
+    spec.shared = shared;
     spec.place = (enum zpp_place)place;
     struct zpp_err err = ZPP_ERR_INIT;
     const zpp_status status = zpp_zero_add_unit(zero->core, &spec, &index, &err);

@@ -99,7 +99,7 @@ zpp_status zpp_range_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zp
 size_t zpp_range_memory_bytes(const zpp_zero *zero); /* of whole units, and waiting for them */
 /* For placements whose whole units are on an accelerator (wrapped.c): those that move, and those that stay. */
 zpp_status zpp_wrapped_open(zpp_zero *zero, struct zpp_err *err);
-zpp_status zpp_wrapped_seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err);
+zpp_status zpp_wrapped_seal(zpp_zero *zero, struct zpp_err *err);
 void zpp_wrapped_locate(zpp_zero *zero, struct zpp_unit *unit);
 zpp_status zpp_wrapped_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_wrapped_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);

@@ -96,6 +96,7 @@ struct zpp_unit {
     unsigned char *whole; /* the flat buffer that the parameters are views of; readable while GATHERED */
     unsigned char *shard; /* this rank's shard; readable always, or while open where it lives in a file */
     size_t region_offset_bytes;
+    bool shared; /* by several modules */
     size_t range_offset_bytes; /* from zero->moving_base */
     int wrap_at;               /* its number in zero->wrap */
     size_t qcopy_offset_bytes; /* of the shard's quantised copy: see wire.c */

@@ -216,6 +216,7 @@ static zpp_status copy_spec(const zpp_zero *zero, struct zpp_unit *unit, const s
     unit->frozen_reserved = spec->frozen_reserved && !spec->trainable;
     unit->held = spec->held;
     unit->place = spec->place;
+    unit->shared = spec->shared;
     unit->placement = placement_of(zero, spec->place);
     unit->group = zero->groups[spec->group];
     unit->params = spec->params;

@@ -86,6 +86,7 @@ struct zpp_unit_spec {
     bool frozen_reserved; /* not trainable now, but it may be unfrozen: has addresses for gradients, and no memory */
     int group;            /* of zpp_zero_add_group; 0: all data ranks hold it */
     bool held; /* what it has of a file, parameters and gradients, stays in memory: fractions are of other units */
+    bool shared;          /* by several modules: it is whole while others come and go between them */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */

@@ -11,8 +11,9 @@
 enum { UNITS = 9, SCHEDULES = 8, PASSES = 4, SEEN_BYTES = 2 * UNITS * 8192 };
 static const size_t memories[] = {8192, 16384, 65536}; /* bytes; in the last one no units meet */
 static const struct zpp_wait ten_seconds = {10000000000u, NULL, NULL};
-static const struct zpp_wrap_unit units[UNITS] = {{"u0", 5000}, {"u1", 4096}, {"u2", 7000}, {"u3", 100}, {"u4", 8192},
-                                                  {"u5", 6000}, {"u6", 512},  {"u7", 0},    {"u8", 7777}};
+static const struct zpp_wrap_unit units[UNITS] = {
+    {"u0", 5000, false}, {"u1", 4096, false}, {"u2", 7000, false}, {"u3", 100, false}, {"u4", 8192, false},
+    {"u5", 6000, false}, {"u6", 512, false},  {"u7", 0, false},    {"u8", 7777, false}};
 
 static zpp_wrap *new_wrap(zpp_device *device, size_t memory_bytes) {
     struct zpp_err err = ZPP_ERR_INIT;
@@ -206,6 +207,32 @@ static void a_blocked_unit_gets_memory_of_its_own(void) {
     }
 }
 
+/* A unit that asks for it has memory of its own from the beginning, larger than R, and is in nobody's way. */
+static void a_unit_may_begin_with_memory_of_its_own(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const struct zpp_wrap_unit three[] = {{"a", 8192, false}, {"embedding", 65536, true}, {"b", 8192, false}};
+    zpp_device *device;
+    zpp_stream *stream;
+    zpp_wrap *wrap;
+    int blocker;
+    CHECK_OK(zpp_device_cuda_create(0, &device, &err));
+    CHECK_OK(zpp_stream_create(device, ZPP_STREAM_THREAD, "gather", &stream, &err));
+    const struct zpp_wrap_options options = {device, three, 3, 8192};
+    CHECK_OK(zpp_wrap_create(&options, &wrap, &err));
+    CHECK_EQUAL(zpp_wrap_memory_bytes(wrap), 8192);
+    CHECK_EQUAL(zpp_wrap_own_bytes(wrap), 65536);
+    CHECK(zpp_wrap_meet(wrap, 0, 2) && !zpp_wrap_meet(wrap, 0, 1) && !zpp_wrap_meet(wrap, 1, 2));
+    CHECK_OK(zpp_wrap_take(wrap, 1, stream, &blocker, &err));
+    CHECK_OK(zpp_wrap_take(wrap, 0, stream, &blocker, &err));
+    CHECK_EQUAL(zpp_wrap_take(wrap, 2, stream, &blocker, &err), ZPP_AGAIN);
+    CHECK_EQUAL(blocker, 0);
+    CHECK_OK(zpp_wrap_release(wrap, 0, stream, &err));
+    CHECK_OK(zpp_wrap_take(wrap, 2, stream, &blocker, &err));
+    zpp_wrap_destroy(wrap);
+    zpp_stream_destroy(stream);
+    zpp_device_destroy(device);
+}
+
 static void poison_is_nan_after_a_release(void) {
     struct zpp_err err = ZPP_ERR_INIT;
     setenv("ZEROPP_POISON", "1", 1);
@@ -234,7 +261,7 @@ static void errors_are_sentences(void) {
     CHECK_FAILS(zpp_wrap_create(&options, &wrap, &err), ZPP_INVALID,
                 "wrapped memory: unit u4 has 8192 bytes, wanted at most the 8000 bytes of memory for all units; raise "
                 "prefetch_bytes");
-    const struct zpp_wrap_unit large = {"large", (size_t)1 << 26};
+    const struct zpp_wrap_unit large = {"large", (size_t)1 << 26, false};
     options = (struct zpp_wrap_options){device, &large, 1, (size_t)1 << 26};
     CHECK_FAILS(zpp_wrap_create(&options, &wrap, &err), ZPP_NOMEM,
                 "no room for 67108864 bytes (memory of gathered units)");
@@ -249,7 +276,8 @@ int main(int argc, char **argv) {
     sim_gpu_load();
     static const struct test_case cases[] = {
         TEST(units_meet_modulo_the_memory), TEST(passes_on_the_cpu), TEST(passes_on_the_simulated_gpu),
-        TEST(a_blocked_unit_gets_memory_of_its_own), TEST(poison_is_nan_after_a_release), TEST(errors_are_sentences),
+        TEST(a_blocked_unit_gets_memory_of_its_own), TEST(a_unit_may_begin_with_memory_of_its_own),
+        TEST(poison_is_nan_after_a_release), TEST(errors_are_sentences),
         {0},
     };
     return test_main(argc, argv, cases);

@@ -91,3 +91,38 @@ def test_at_most_the_unit_in_use_and_what_is_read_ahead_are_whole() -> None:
     gathered = zeropp.memory(model)["device"]
     assert gathered["gathered"]["held"] <= 3 * unit_bytes + grain_bytes  # R: two units, and what is read ahead
     assert engine_of(model).core.memory()["gathered_peak"] <= 2 * unit_bytes
+
+
+class Tied(nn.Module):
+    """The first layer and the last share their weight, so a backward needs it from its beginning to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)).tanh())
+
+
+@on_ranks(2, devices=("sim",))
+@pytest.mark.parametrize("shards", ["device", "host"])
+def test_a_tied_unit_is_in_nobodys_way(shards: str) -> None:
+    """It has memory of its own beside that of two other units."""
+    offload = zeropp.Offload(params="cpu", optimizer="cpu") if shards == "host" else zeropp.Offload()
+    losses = []
+    for prefetch in (0, 1 << 20):
+        torch.manual_seed(0)
+        model = Tied()
+        config = zeropp.Config(units=[nn.Linear], prefetch=prefetch, offload=offload)
+        model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+        for _ in range(3):
+            loss = model(torch.ones(4, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:] and losses[2] != losses[0]
+    unit_bytes, grain_bytes = WIDTH * WIDTH * 4, 4096
+    assert zeropp.memory(model)["device"]["gathered"]["held"] <= (LAYERS + 1) * unit_bytes + grain_bytes

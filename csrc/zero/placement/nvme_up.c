@@ -53,9 +53,10 @@ static zpp_status make_staging(zpp_zero *zero, struct zpp_err *err) {
 }
 
 static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
+    (void)warm_bytes;
     zpp_status status = zpp_unit_file_seal(zero->unit_file, 0, err);
     if (status == ZPP_OK) status = zpp_resident_make(zero, err);
-    if (status == ZPP_OK) status = zpp_wrapped_seal(zero, warm_bytes, err);
+    if (status == ZPP_OK) status = zpp_wrapped_seal(zero, err);
     return status == ZPP_OK ? make_staging(zero, err) : status;
 }
 

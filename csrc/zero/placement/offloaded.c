@@ -55,8 +55,9 @@ static zpp_status settle(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
 }
 
 static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
+    (void)warm_bytes;
     const zpp_status status = zpp_resident_make(zero, err);
-    return status == ZPP_OK ? zpp_wrapped_seal(zero, warm_bytes, err) : status;
+    return status == ZPP_OK ? zpp_wrapped_seal(zero, err) : status;
 }
 
 const struct zpp_placement zpp_placement_offloaded = {

@@ -35,6 +35,7 @@ static void fini(zpp_zero *zero) {
 }
 
 static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
+    (void)warm_bytes;
     struct zpp_on_device *on = zero->on_device;
     zpp_status status = ZPP_OK;
     if (zpp_wire_quantises_params(zero))
@@ -46,7 +47,7 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
         status = zpp_device_alloc(zero->options.device, on->params_bytes, &on->alone, err);
     else if (on->params_bytes)
         status = zpp_device_region_create(zero->options.comm, zero->options.device, on->params_bytes, &on->params, err);
-    return status == ZPP_OK ? zpp_wrapped_seal(zero, warm_bytes, err) : status;
+    return status == ZPP_OK ? zpp_wrapped_seal(zero, err) : status;
 }
 
 static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {

@@ -23,25 +23,30 @@ zpp_status zpp_wrapped_open(zpp_zero *zero, struct zpp_err *err) {
                                       &zero->gather, err);
 }
 
-zpp_status zpp_wrapped_seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
+/* Two of the largest unit, and what is read ahead. A unit of several modules has memory of its own: from the backward
+ * of the last of them until that of the first it is whole, and would be in the way of units between them. */
+zpp_status zpp_wrapped_seal(zpp_zero *zero, struct zpp_err *err) {
     const int count = zero->moving_count;
+    size_t largest_bytes = 0;
     if (!count) return ZPP_OK;
     struct zpp_wrap_unit *units = calloc((size_t)count, sizeof *units);
     if (!units) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for a list of %d units", count);
     for (int i = 0; i < count; i++) {
+        const struct zpp_unit *unit = zero->moving[i];
+        const size_t bytes = zpp_unit_bytes(unit);
         zero->moving[i]->wrap_at = i;
-        units[i] = (struct zpp_wrap_unit){zero->moving[i]->name, zpp_unit_bytes(zero->moving[i])};
+        units[i] = (struct zpp_wrap_unit){unit->name, bytes, unit->shared};
+        if (!unit->shared && bytes > largest_bytes) largest_bytes = bytes;
     }
-    const struct zpp_wrap_options options = {zero->options.device, units, count, warm_bytes};
+    const struct zpp_wrap_options options = {zero->options.device, units, count,
+                                             2 * largest_bytes + zero->options.prefetch_bytes};
     const zpp_status status = zpp_wrap_create(&options, &zero->wrap, err);
     free(units);
-    if (status == ZPP_OK && zpp_wrap_memory_bytes(zero->wrap)) zero->moving_base = zpp_wrap_address(zero->wrap, 0);
     return status;
 }
 
 void zpp_wrapped_locate(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = zpp_wrap_address(zero->wrap, unit->wrap_at);
-    if (zero->moving_base) unit->range_offset_bytes = (size_t)(unit->whole - zero->moving_base);
 }
 
 zpp_status zpp_wrapped_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {

@@ -169,10 +169,11 @@ def _add_units(
     for index, plan in enumerate(plans):
         group = groups[plan.spread]
         place = _place(plan, config, group.comm, host_copy, device)
+        shared = any(len(names) > 1 for names in plan.names)
         core.add_unit(
             plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
             not plan.trainable and not plan.stays_frozen, place,
-            *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index, plan.held,
+            *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index, plan.held, shared,
         )  # fmt: skip
         for number, parameter in enumerate(plan.params):
             if place == FILE and shown(parameter) in quantised:
