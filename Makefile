@@ -3,6 +3,7 @@
 #   make demo     train a small GPT with ZeRO-3 on two ranks; DEVICE RANKS STEPS PRESET OFFLOAD SCRATCH MEMORY DATA RESUME YES
 #   make test     every test that this machine can run; PYTEST_ARGS; DEVICE=sim runs those of ranks on a simulated GPU
 #   make test-quick  one test of each file, in about three minutes; PYTEST_ARGS
+#   make test-sim  a sample of the tests of ranks on a simulated GPU, in about a minute; PYTEST_ARGS
 #   make lint     ruff, mypy, gcc and clang with warnings as errors, the layers of csrc/, the ceilings of the structure
 #   make sanitize C tests under AddressSanitizer + UBSan and ThreadSanitizer
 #   make test-aarch64  C tests built for aarch64, in emulation (qemu-user-static), in about ten minutes; PROGRAMS
@@ -24,7 +25,7 @@ export PYTHON TORCH_INDEX
 
 INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
 
-.PHONY: demo test test-quick test-aarch64 lint sanitize fuzz bench wheel wheels release docs clean build-demo build-test build-lint build-bench build-docs
+.PHONY: demo test test-quick test-sim test-aarch64 lint sanitize fuzz bench wheel wheels release docs clean build-demo build-test build-lint build-bench build-docs
 .DELETE_ON_ERROR:
 
 # One stamp an extra: the environment is made once, and again when what it is made from changes.
@@ -45,6 +46,13 @@ test: build-test
 
 test-quick: build-test
 	$(PY) -m pytest --quick $(PYTEST_ARGS)
+
+# One test of each of these files. `make test DEVICE=sim` runs all tests of all files.
+SIM_SAMPLE = $(addprefix tests/zero/test_,bad_input.py bf16.py buffers.py conformance.py fp16.py low_states.py models.py \
+	origin.py precision.py stages.py unfreeze.py values.py) tests/checkpoint/test_checkpoint.py tests/checkpoint/test_boxes.py
+
+test-sim: build-test
+	$(PY) -m pytest --quick --device=sim $(SIM_SAMPLE) $(PYTEST_ARGS)
 
 lint: build-lint
 	$(PY) -m ruff check .

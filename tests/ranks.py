@@ -119,7 +119,7 @@ def on_cpu_only(why: str) -> None:
 
 
 def shards_tier() -> str:
-    """Return the tier of zeropp.memory and zeropp.estimate that has the shards where nothing is offloaded."""
+    """Return the tier of zeropp.memory that has the shards where nothing is offloaded. A backward has threads that do not know it."""
     import torch
 
     return "cpu" if torch.get_default_device().type == "cpu" else "device"

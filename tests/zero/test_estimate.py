@@ -185,18 +185,18 @@ def test_within_three_percent(case: str) -> None:
     filed = "params" in found["nvme"]
     if filed or case in STORED:  # it is what may be there, and of parameters in a file less may do
         kinds.remove("gathered")
-        assert held["gathered"] <= said[shards_tier()]["gathered"] * (1 + WITHIN)
+        assert held["gathered"] <= said["cpu"]["gathered"] * (1 + WITHIN)
     if "delayed" in case:
         kinds.append("delayed")
     if case == "few buckets":  # with more of them it depends on which rank is late
         kinds.append("buckets")
     for kind in kinds:
-        assert said[shards_tier()][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (
+        assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (
             kind,
-            said[shards_tier()],
+            said["cpu"],
             held,
         )
-    assert held["buckets"] <= said[shards_tier()]["buckets"] * (1 + WITHIN), (said[shards_tier()], held)
+    assert held["buckets"] <= said["cpu"]["buckets"] * (1 + WITHIN), (said["cpu"], held)
     if case in STORED:  # for inference: nothing is reduced
         assert found["reduced"] == said["traffic"]["reduce"] == 0
     for kind, value in found["nvme"].items():
@@ -223,11 +223,11 @@ def test_between_hosts_within_three_percent(case: str) -> None:
     kinds = {"params", "grads", "master", "optimizer", "gathered", "delayed"} & set(held)
     if not found["network"]:  # each host has a copy: what may be there, and with a fraction less may do
         kinds.remove("gathered")
-        assert held["gathered"] <= said[shards_tier()]["gathered"] * (1 + WITHIN)
+        assert held["gathered"] <= said["cpu"]["gathered"] * (1 + WITHIN)
     for kind in kinds:
-        assert said[shards_tier()][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (
+        assert said["cpu"][kind] == pytest.approx(held[kind], rel=WITHIN, abs=1024), (
             kind,
-            said[shards_tier()],
+            said["cpu"],
             held,
         )
     for kind, value in found["nvme"].items():
@@ -249,8 +249,8 @@ def test_a_model_that_fits_nowhere() -> None:
         model = big()
     said = zeropp.estimate(model, ranks=8, tokens=4096, tflops=100.0)
     psi = 4 * said["parameters"]
-    assert said[shards_tier()]["params"] == pytest.approx(psi / 8, rel=1e-3)
-    assert said[shards_tier()]["optimizer"] == pytest.approx(2 * psi / 8, rel=1e-3)
+    assert said["cpu"]["params"] == pytest.approx(psi / 8, rel=1e-3)
+    assert said["cpu"]["optimizer"] == pytest.approx(2 * psi / 8, rel=1e-3)
     assert said["compute_seconds"] == pytest.approx(6 * said["parameters"] * 4096 / 1e14)
     assert said["bandwidth"]["reduce"] == pytest.approx(psi * 7 / 8 / said["compute_seconds"], rel=1e-3)
 

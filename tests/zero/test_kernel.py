@@ -87,7 +87,8 @@ def _config(name: str, folder: str) -> zeropp.Config:
 
 
 def _held(model: nn.Module, optimizer: Any) -> float:
-    kinds = zeropp.memory(model, optimizer)[shards_tier()]
+    found = zeropp.memory(model, optimizer)
+    kinds = found.get("device") or found["cpu"]  # on the thread of a backward the default device is the CPU
     return float(sum(found["held"] for kind, found in kinds.items() if kind != "buckets_peak"))
 
 
@@ -129,7 +130,7 @@ def measure(config: zeropp.Config) -> dict[str, Any]:
     model.look = None
     last = {moment: values[-1] for moment, values in seen.items()}
     return {
-        "said": said[shards_tier()],
+        "said": said["cpu"],
         "most": max(grown for grown, _ in last.values()),
         "seen": last,
         "kinds": zeropp.memory(model)[shards_tier()],

@@ -22,7 +22,7 @@ from zeropp.errors import ConfigError, Error
 from zeropp.files.scratch import STRIPE_BYTES, Scratch
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import in_pages
-from zeropp.zero.model_state import Bytes, ModelState, StateStore, Unit
+from zeropp.zero.model_state import Bytes, ModelState, StateStore, Unit, shards_on_device
 from zeropp.zero.step import custom
 
 PLACES = ("device", "cpu", "nvme")
@@ -58,6 +58,11 @@ def offload_states(*, optimizer: Any, to: str = "cpu", path: Folders | None = No
         return engine.states.reload()
     if engine.states.in_file:
         return 0  # there already
+    if shards_on_device(engine.config, engine.device):
+        raise ConfigError(
+            f"offload_states: the states of the optimizer are on {engine.device}, and to='nvme' of states there is not supported yet; keep "
+            "them on the host with Offload(params='cpu', optimizer='cpu')"
+        )
     called = {"offload_states()": Named(True, "offload_states()")}
     compat.check({**called, **facts_of(engine.config), **custom.facts_of(optimizer)})
     assert path is not None
