@@ -191,6 +191,33 @@ def shared_sequences(folder: Path) -> dict[str, Any]:
     return found
 
 
+def shared_dimensions(folder: Path) -> dict[str, Any]:
+    """Four ranks that share matrices, and sequences or none, with 16 samples a step, against four that share nothing."""
+    from accelerate import ParallelismConfig
+
+    def correct(found: Any) -> dict[str, float]:
+        return {"correct": float((found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]).mean())}
+
+    def run(name: str, module: Any, size: int, **more: Any) -> list[dict[str, float]]:
+        wanted = arguments(
+            module.TrainingArguments, folder / name, per_device_train_batch_size=size, per_device_eval_batch_size=size,
+            eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=1, max_steps=3, num_train_epochs=1, **more,
+        )  # fmt: skip
+        trainer = module.Trainer(
+            model=llama(), args=wanted, train_dataset=Masked(96, 1), eval_dataset=HELD_OUT, compute_metrics=correct
+        )
+        trainer.train()
+        keys = (*SHOWN, "eval_correct")
+        rows = [{k: float(row[k]) for k in keys if k in row} for row in trainer.state.log_history]
+        return [row for row in rows if "loss" in row or "eval_loss" in row]
+
+    found: dict[str, Any] = {"stock": run("stock", transformers, 4)}
+    for name, stage, size, sizes in (("tp 2 x dp 2", 3, 8, {}), ("tp 2 x sp 2", 2, 16, {"sp_size": 2})):
+        shared = ParallelismConfig(tp_size=2, **sizes)
+        found[name] = run(name, zeropp.hf, size, zeropp={"stage": stage}, parallelism_config=shared)
+    return found
+
+
 def adapters(folder: Path) -> dict[str, Any]:
     """LoRA over frozen weights with activation checkpointing, both kinds; adapter files load without zeropp."""
     import peft
@@ -520,6 +547,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "resume": resume,
     "warm_up": warm_up,
     "shared_sequences": shared_sequences,
+    "shared_dimensions": shared_dimensions,
     "adapters": adapters,
     "low_precision": low_precision,
     "sequences": sequences,
