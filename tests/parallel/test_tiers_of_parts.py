@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,42 @@ def test_hooks_on_dtensors_run_before_ours() -> None:
     norm = optimizer.clip_grad_norm_(CLIP)
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), CLIP)), rel=1e-5)
     assert isinstance(model, Net)
+
+
+@on_ranks(4)
+def test_ranks_that_share_matrices_share_out_activations() -> None:
+    """Over tp, under stage 3: what each block was given is kept by halves, and slices, which differ over the ranks, stay whole."""
+    from torch.utils.checkpoint import checkpoint
+
+    mesh, config = _mesh(), zeropp.Config(stage=3, host_copy="off")
+    plain, model = (zeropp.prepare(_cut(mesh), None, config, mesh=mesh)[0] for _ in range(2))
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    rows = _batch(0, mesh.get_local_rank("dp"))
+    with zeropp.nn.partition_activations(mesh["tp"].get_group(), min_bytes=1) as part:
+        loss = model(rows).square().mean()
+    assert part.whole_bytes >= 2 * rows.numel() * 4 and part.whole_bytes / 2 <= part.kept_bytes < part.whole_bytes
+    loss.backward()
+    plain(rows).square().mean().backward()
+    assert part.gathered_bytes > 0
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(zeropp.get_full(one, "grad"), zeropp.get_full(other, "grad"))
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+@on_ranks(pytest.param(2, marks=pytest.mark.slow), 4)
+def test_other_norms(stage: int) -> None:
+    """Clip to a norm of each type over matrices that are cut: each slice counts once, and so does what all ranks of tp have."""
+    mesh = _mesh()
+    model, plain = _cut(mesh), _net()
+    sgd = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, plain)]
+    model, optimizer = zeropp.prepare(model, sgd[0], zeropp.Config(stage=stage, host_copy="off"), mesh=mesh)
+    for at, kind in enumerate((2.0, 1.0, 3.0, float("inf"))):
+        model(_batch(at, mesh.get_local_rank("dp"))).square().mean().backward()
+        plain(torch.cat([_batch(at, one) for one in range(mesh.size(0))])).square().mean().backward()
+        norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.01, kind))
+        assert norm > 0.01 and float(optimizer.clip_grad_norm_(0.01, kind)) == pytest.approx(norm, rel=1e-5), kind
+        for one in (optimizer, sgd[1]):
+            one.step()
+            one.zero_grad()
+    _equal(model, plain.state_dict())

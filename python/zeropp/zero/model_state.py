@@ -319,6 +319,9 @@ class Unit:
     members: tuple[int, ...] = (0,)  # their numbers among the data ranks; shard i is that of members[i]
     divisor: float = 1.0  # its gradient is the sum over those ranks, divided by this
     local: bool = False  # its gradients are whole in p.grad
+    is_copy: bool = (
+        False  # another rank of the tensor-parallel mesh has the same parameters, and counts them in the norm
+    )
     first_param: int = 0  # number of its first parameter in the model
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     held: bool = False  # it stays in memory, where other units have states in files

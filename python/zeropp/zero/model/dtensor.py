@@ -173,4 +173,5 @@ def note_copies(units: Iterable[Any], mesh: Any) -> None:
     if mesh is not None and mesh.get_local_rank() > 0:
         for unit in units:
             if kind_of(unit.params[0].param) in COPIES:
+                unit.is_copy = True
                 unit.core.set_copy()

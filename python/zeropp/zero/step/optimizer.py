@@ -26,7 +26,7 @@ from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.zero.engine import Engine, StepStrategy
 from zeropp.zero.model.parameter import raise_strays
 from zeropp.zero.model.part import shown
-from zeropp.zero.model.units import UnitPlan
+from zeropp.zero.model.units import UnitPlan, local_of
 from zeropp.zero.step import ahead, custom, lamb, muon, onebit_adam, updates
 from zeropp.zero.step.custom import ADAMS as _ADAMS
 from zeropp.zero.step.custom import kind_of
@@ -214,13 +214,16 @@ class ZeroOptimizer(optim.Optimizer):
         schedule.clip(self._engine, max_norm, norm)
         return norm
 
-    def _held_gradients(self, changes: bool = False) -> Iterator[torch.Tensor]:
-        """Yield this rank's reduced gradients, as they are stored. ``changes``: the caller writes to them."""
+    def _held_gradients(self, changes: bool = False, counted: bool = False) -> Iterator[torch.Tensor]:
+        """Yield this rank's reduced gradients, as they are stored. ``changes``: the caller writes to them. ``counted``: without those
+        that another rank of a tensor-parallel mesh has as well, and counts."""
         engine = self._engine
         for unit in engine.units:
+            if counted and unit.is_copy:
+                continue
             if engine.local_grads:
                 with torch._C.DisableTorchFunctionSubclass():
-                    yield from (e.param.grad for e in unit.params if e.param.grad is not None)
+                    yield from (local_of(e.param.grad) for e in unit.params if e.param.grad is not None)
                 continue
             held = engine.gradient_shard(unit)
             if held is not None:
@@ -256,7 +259,7 @@ class ZeroOptimizer(optim.Optimizer):
         self._check_norm_type(p)
         largest = p == float("inf")
         parts = [torch.zeros((), dtype=torch.float64, device=engine.shard_device)]
-        for gradient in self._held_gradients():
+        for gradient in self._held_gradients(counted=True):
             sizes = gradient.detach().abs().double()
             parts.append(sizes.max() if largest and sizes.numel() else sizes.pow(p).sum())
         own = (torch.stack(parts).max() if largest else torch.stack(parts).sum()).cpu()
