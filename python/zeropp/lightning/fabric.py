@@ -59,11 +59,11 @@ def make_fabric_strategy(package: str) -> Any:
             self, stage: int | None = None, config: Any = None, tensor_parallel_size: int = 1, **more: Any
         ) -> None:
             self.zeropp_config = take_config(stage, config, more)
-            self._tensor_ranks = tensor_parallel_size
-            self._device_mesh: Any = None
             super().__init__(**more)
             if self._ddp_kwargs:
                 raise ConfigError(f"ZeroppFabricStrategy: unknown argument {next(iter(self._ddp_kwargs))!r}")
+            self._device_mesh: Any = None
+            self._tensor_ranks = tensor_parallel_size
             self._backward_sync_control = _NoSync()
             self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
