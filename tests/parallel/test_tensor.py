@@ -127,7 +127,10 @@ def test_parity_in_bf16(stage: int) -> None:
         assert ((whole[name].float() - value).abs() <= 8e-3 + value.abs() / 128).all(), name
 
 
-@pytest.mark.parametrize("kind, stage", [("Qwen3", 3), ("Llama", 2), pytest.param("Qwen3", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind, stage",
+    [("Qwen3", 3), ("Llama", 2), *(pytest.param("Qwen3", stage, marks=pytest.mark.slow) for stage in (0, 1, 2))],
+)
 @on_ranks(2, 4)
 def test_models_of_transformers_by_their_own_plan(kind: str, stage: int) -> None:
     """65 tokens over 2 ranks, tied; transformers sums the gradients of Qwen3's q_norm and k_norm in hooks of the first forward."""
@@ -202,6 +205,18 @@ def test_what_is_cut_is_said() -> None:
         ConfigError, match=r"plain parameter 'first\.weight' has other values on rank 1.*DTensor\.from_local"
     ):
         zeropp.prepare(model, None, zeropp.Config(stage=2), mesh=mesh)
+    with pytest.raises(ConfigError, match=r"Net has no plan of its own; give plan="):
+        zeropp.parallel.tensor(_net(), mesh["tp"])
+    with pytest.raises(ConfigError, match=r"mesh is of 2 dimensions; wanted a DeviceMesh of one dimension"):
+        zeropp.parallel.tensor(_net(), mesh, {"head": ColwiseParallel()})
+
+
+@on_ranks(2)
+def test_a_model_without_a_plan_of_transformers_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=65, n_embd=32, n_layer=1, n_head=4, n_positions=16)
+    with pytest.raises(ConfigError, match="transformers has no tensor-parallel plan for GPT2LMHeadModel; give plan="):
+        zeropp.parallel.tensor(transformers.GPT2LMHeadModel(config), _mesh()["tp"])
 
 
 @on_ranks(2)

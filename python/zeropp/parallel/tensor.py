@@ -4,6 +4,7 @@ et al. 2019). The layers and their communication are torch's and transformers'; 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -77,7 +78,8 @@ def _apply_named(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None) ->
     apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
     if plan is None:
         own: Any = model
-        plan, _, _ = own._resolve_parallel_plans(distributed.DistributedConfig(tp_size=mesh.size()))
+        with contextlib.suppress(ValueError):  # of a model without a plan
+            plan, _, _ = own._resolve_parallel_plans(distributed.DistributedConfig(tp_size=mesh.size()))
     if not plan:
         raise ConfigError(
             f"parallel.tensor: transformers has no tensor-parallel plan for {type(model).__name__}; give plan= with names of modules"
