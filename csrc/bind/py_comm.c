@@ -30,6 +30,7 @@ static void copy_word(char *out, size_t capacity, const char *name, const char *
 
 static struct zpp_network_options network_options(struct network_words *words) {
     const char *family = getenv("ZEROPP_IP_FAMILY"), *connections = getenv("ZEROPP_TCP_CONNECTIONS");
+    const char *full_ranks = getenv("ZEROPP_FULL_RANKS");
     copy_word(words->host_id, sizeof words->host_id, "ZEROPP_HOST_ID", NULL);
     copy_word(words->interface, sizeof words->interface, "ZEROPP_IFNAME", "GLOO_SOCKET_IFNAME");
     copy_word(words->toward, sizeof words->toward, "MASTER_ADDR", NULL);
@@ -39,6 +40,7 @@ static struct zpp_network_options network_options(struct network_words *words) {
         .toward = words->toward,
         .family = family && family[0] ? (family[1] ? -1 : family[0] - '0') : 0,
         .connections = connections && connections[0] ? (int)strtol(connections, NULL, 10) : 0,
+        .full_ranks = full_ranks && full_ranks[0] ? (int)strtol(full_ranks, NULL, 10) : 0,
     };
 }
 

@@ -42,6 +42,9 @@ static zpp_status check_options(const struct zpp_comm_options *options, struct z
     if (options->ranks < 1 || options->ranks > ZPP_RANKS_MAX)
         return zpp_fail(err, ZPP_INVALID, "comm: group \"%s\" has %d ranks, wanted 1 to %d", name, options->ranks,
                         (int)ZPP_RANKS_MAX);
+    if (options->network.full_ranks < 0)
+        return zpp_fail(err, ZPP_INVALID, "comm: ZEROPP_FULL_RANKS is %d, wanted 1 or more",
+                        options->network.full_ranks);
     if (options->rank < 0 || options->rank >= options->ranks)
         return zpp_fail(err, ZPP_INVALID, "comm: rank %d is not in 0..%d of group \"%s\"", options->rank,
                         options->ranks - 1, name);
@@ -57,6 +60,7 @@ static zpp_status join_ranks(struct zpp_comm *comm, const struct zpp_comm_option
     if (!hosts) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group of %d ranks", comm->ranks);
     wait.timeout_ns = comm->timeout_ns;
     zpp_status status = zpp_rendezvous(comm, &options->network, store, &wait, hosts, err);
+    if (hosts->hosts <= 1) zpp_door_close(comm);
     if (status == ZPP_OK && hosts->hosts > 1) {
         comm->transport = &zpp_transport_tcp;
         status = zpp_net_create(comm, hosts, &options->network, store, &wait, err);
@@ -114,6 +118,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     zpp_async_destroy(comm); /* these check for a forked child, which has no thread to join */
     zpp_p2p_destroy(comm);
     zpp_net_destroy(comm, forked);
+    zpp_door_close(comm);
     zpp_arena_clear(comm);
     zpp_message_clear(comm);
     for (int r = 0; r < comm->ranks; r++) {

@@ -33,7 +33,8 @@ struct zpp_store {
 };
 
 typedef struct zpp_comm zpp_comm;
-enum { ZPP_RANKS_MAX = 64 }; /* of one group, on all its hosts: zpp_comm_create refuses more */
+enum { ZPP_RANKS_MAX = 1024 }; /* of one group, on all its hosts: zpp_comm_create refuses more */
+enum { ZPP_FULL_RANKS = 64 };  /* a larger group is sparse (docs/design/0046-what-grows-with-ranks.md) */
 /* Between hosts; unused where all ranks are on one. Strings may be NULL or empty; borrowed for the call. */
 struct zpp_network_options {
     const char *host_id;   /* ranks with the same one share memory; default: boot id and network namespace */
@@ -41,6 +42,7 @@ struct zpp_network_options {
     const char *toward;    /* a host all ranks can reach, such as the store's; default: any interface, loopback last */
     int family;            /* 4 or 6; 0: IPv4 where there is one */
     int connections;       /* for collectives, a pair of ranks, 1 to 8; 0: 2 */
+    int full_ranks;        /* a group of more ranks is sparse, equal on all ranks; 0: ZPP_FULL_RANKS */
 };
 struct zpp_comm_options {
     int rank, ranks;

@@ -82,16 +82,21 @@ zpp_status zpp_comm_fail(struct zpp_comm *part, zpp_status status, int failed_ra
     return report(comm, standing, err);
 }
 
-void zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text) {
+bool zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text) {
     uint64_t standing;
-    (void)record(comm, status, failed_rank, text, &standing);
+    return record(comm, status, failed_rank, text, &standing);
+}
+
+bool zpp_peer_left(const struct zpp_comm *comm, int rank) {
+    if (zpp_net_elsewhere(comm, rank)) return atomic_load(&comm->net->peer[rank].left);
+    return comm->base[rank] && atomic_load(&zpp_control(comm, rank)->left);
 }
 
 bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
     const struct zpp_comm *comm = whole(part);
     const int rank = zpp_outer_rank(part, part_rank);
     if (zpp_net_elsewhere(comm, rank)) return comm->transport->gone(comm, rank);
-    if (comm->base[rank] && atomic_load(&zpp_control(comm, rank)->left)) return true;
+    if (zpp_peer_left(comm, rank)) return true;
     const struct zpp_peer *peer = &comm->peer[rank];
     /* A pidfd becomes readable when the process itself ends, zombie or not. A socket would stay open as long as some
      * forked child (a DataLoader worker) holds a copy, so it is only the second choice. */

@@ -97,7 +97,7 @@ static zpp_status record_lost(struct zpp_wait_ctx *wait_ctx, int rank, struct zp
     struct zpp_comm *comm = wait_ctx->comm;
     char doing[256];
     describe(wait_ctx, doing, sizeof doing);
-    if (atomic_load(&zpp_control(comm, rank)->left))
+    if (zpp_peer_left(comm, rank))
         return zpp_comm_fail(comm, ZPP_PEER, rank, err,
                              "comm: rank %d left the group \"%s\" while rank %d waited for it in %s",
                              zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), doing);

@@ -73,6 +73,7 @@ struct zpp_control {
     char comm_error_text[ZPP_ERR_TEXT_BYTES];             /* the message of the comm error that this rank recorded */
     struct zpp_post post[2];
     struct zpp_line_counter staged[ZPP_PIPELINE_STAGES], taken[ZPP_PIPELINE_STAGES], step;
+    struct zpp_line_counter handed[2];    /* of a sparse group's directory: it lies in `small`; ranks that copied it */
     struct zpp_line_counter doorbell;     /* rung by peers that sent or received something (p2p.c) */
     uint64_t counts[2][ZPP_RANKS_MAX];    /* bytes for each peer, alternating like `post` (coll_all_to_all.c) */
     _Alignas(ZPP_LINE_BYTES) uint8_t small[2][ZPP_SMALL_BYTES];
@@ -95,6 +96,7 @@ struct zpp_arena; /* arena.c */
 struct zpp_async; /* async.c */
 struct zpp_p2p;   /* p2p.c */
 struct zpp_net;   /* net.h */
+struct zpp_door;  /* net_join.c */
 
 struct zpp_peer {
     int socket; /* -1 at our own place */
@@ -106,8 +108,9 @@ struct zpp_peer {
 struct zpp_comm {
     int rank, ranks;
     /* Over several hosts: the connections, and the lowest rank here, whose memory holds this host's comm error. base[r]
-     * of a rank elsewhere is private memory in which only `left` means anything. */
+     * of a rank elsewhere is private memory without a meaning, one for all of them. */
     struct zpp_net *net;
+    struct zpp_door *door; /* of a sparse group: its listener, and where its ranks are; else NULL */
     const struct zpp_transport *transport; /* by which this group's collectives on host memory go */
     int first_here;
     /* The ranks of this host as a group of their own (net_local.c): the whole group, and what it calls the ranks. */
@@ -233,8 +236,9 @@ zpp_status zpp_comm_check(const struct zpp_comm *comm, struct zpp_err *err);
 /* Record a comm error (the first one counts) and return the one that stands. */
 zpp_status zpp_comm_fail(struct zpp_comm *comm, zpp_status status, int failed_rank, struct zpp_err *err,
                          const char *format, ...) __attribute__((format(printf, 5, 6)));
-/* Record a comm error that another host reported; it is not sent on. */
-void zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
+/* Record a comm error that another host reported. Return true if it is the first one that this host hears of. */
+bool zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
+bool zpp_peer_left(const struct zpp_comm *comm, int rank); /* it destroyed its communicator */
 bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
 

@@ -12,6 +12,8 @@
  *      both belong to the job), and both send their control memory and a pidfd of themselves, by SCM_RIGHTS. A pidfd
  *      that was sent is valid in every pid namespace.
  *
+ * A sparse group (more than ZPP_FULL_RANKS ranks) replaces 2 by rendezvous_tree.c.
+ *
  * The boot id names the running kernel, so containers of one machine agree on it, whatever their host names are.
  * Network namespaces do separate abstract names, so the identity has the namespace in it.
  */
@@ -28,29 +30,24 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "rendezvous.h"
 #include "shm/memfd.h"
-#include "tcp/net.h"
 
-enum { ENDPOINT_MAGIC = 0x5a505031, SECRET_BYTES = 16, FDS = 2 };
-
-struct endpoint {
-    uint32_t magic, rank, ranks, pid;
-    uint64_t base_bytes; /* differs between versions of zeropp that lay out their memory differently */
-    uint8_t secret[SECRET_BYTES];
-    char identity[80], host[64], socket_name[64];
-};
+enum { FDS = 2 };
 
 struct handshake {
     uint32_t magic, rank;
-    uint8_t secret[SECRET_BYTES];
+    uint8_t secret[ZPP_SECRET_BYTES];
 };
 
 struct rendezvous {
     struct zpp_comm *comm;
     struct zpp_wait_ctx wait_ctx;
-    struct endpoint endpoint[ZPP_RANKS_MAX];
+    struct zpp_endpoint *endpoint; /* [ranks]; of a sparse group, those of this host */
     int fd[FDS]; /* my control memory, my pidfd (or -1) */
     int listener;
+    struct zpp_hosts *hosts;
+    bool here[ZPP_RANKS_MAX]; /* of a sparse group, while `hosts` is not known */
     bool elsewhere[ZPP_RANKS_MAX];
 };
 
@@ -78,12 +75,12 @@ zpp_status zpp_store_read(const struct zpp_comm *comm, const struct zpp_store *s
 static socklen_t abstract_address(struct sockaddr_un *address, const char *name) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    const size_t length = strnlen(name, sizeof((struct endpoint *)0)->socket_name - 1);
+    const size_t length = strnlen(name, sizeof((struct zpp_endpoint *)0)->socket_name - 1);
     memcpy(address->sun_path + 1, name, length); /* a leading zero byte makes the name abstract */
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length);
 }
 
-static zpp_status listen_here(struct rendezvous *rendezvous, struct endpoint *endpoint, struct zpp_err *err) {
+static zpp_status listen_here(struct rendezvous *rendezvous, struct zpp_endpoint *endpoint, struct zpp_err *err) {
     uint8_t name[16];
     zpp_status status = random_bytes(name, sizeof name, err);
     if (status == ZPP_OK) status = random_bytes(endpoint->secret, sizeof endpoint->secret, err);
@@ -101,11 +98,15 @@ static zpp_status listen_here(struct rendezvous *rendezvous, struct endpoint *en
     return ZPP_OK;
 }
 
-static zpp_status publish_endpoint(struct rendezvous *rendezvous, const struct zpp_network_options *network,
-                                   const struct zpp_store *store, struct zpp_err *err) {
+static int full_ranks(const struct zpp_network_options *network) {
+    return network->full_ranks ? network->full_ranks : ZPP_FULL_RANKS;
+}
+
+static zpp_status make_endpoint(struct rendezvous *rendezvous, const struct zpp_network_options *network,
+                                struct zpp_err *err) {
     struct zpp_comm *comm = rendezvous->comm;
-    struct endpoint *endpoint = &rendezvous->endpoint[comm->rank];
-    endpoint->magic = ENDPOINT_MAGIC;
+    struct zpp_endpoint *endpoint = &rendezvous->endpoint[comm->rank];
+    endpoint->magic = ZPP_ENDPOINT_MAGIC;
     endpoint->rank = (uint32_t)comm->rank;
     endpoint->ranks = (uint32_t)comm->ranks;
     endpoint->pid = (uint32_t)getpid();
@@ -113,21 +114,14 @@ static zpp_status publish_endpoint(struct rendezvous *rendezvous, const struct z
     zpp_net_identity(network, endpoint->identity, sizeof endpoint->identity);
     if (gethostname(endpoint->host, sizeof endpoint->host - 1) != 0) snprintf(endpoint->host, sizeof endpoint->host,
                                                                               "?");
-    zpp_status status = listen_here(rendezvous, endpoint, err);
-    if (status != ZPP_OK) return status;
-    return zpp_store_publish(comm, store, "rank", endpoint, sizeof *endpoint, err);
+    endpoint->full_ranks = (uint32_t)full_ranks(network);
+    return listen_here(rendezvous, endpoint, err);
 }
 
-static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_store *store, int rank,
-                                struct zpp_err *err) {
-    struct zpp_comm *comm = rendezvous->comm;
-    struct endpoint *endpoint = &rendezvous->endpoint[rank];
-    const struct endpoint *own = &rendezvous->endpoint[comm->rank];
-    size_t bytes = sizeof *endpoint;
-    const zpp_status status = zpp_store_read(comm, store, "rank", rank, endpoint, &bytes, err);
-    if (status != ZPP_OK) return status;
-    if (bytes != sizeof *endpoint || endpoint->magic != ENDPOINT_MAGIC || endpoint->rank != (uint32_t)rank ||
-        endpoint->base_bytes != own->base_bytes)
+zpp_status zpp_endpoint_check(const struct zpp_comm *comm, const struct zpp_endpoint *own,
+                              const struct zpp_endpoint *endpoint, size_t bytes, int rank, struct zpp_err *err) {
+    if (bytes != sizeof *endpoint || endpoint->magic != ZPP_ENDPOINT_MAGIC || endpoint->rank != (uint32_t)rank ||
+        endpoint->base_bytes != own->base_bytes || endpoint->full_ranks != own->full_ranks)
         return zpp_fail_rank(err, ZPP_PEER, rank,
                              "comm: the store holds an endpoint of %zu bytes for rank %d that this version of zeropp "
                              "does not know (wanted %zu); run the same zeropp on all ranks",
@@ -136,9 +130,19 @@ static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_
         return zpp_fail_rank(err, ZPP_PEER, rank,
                              "comm: rank %d says that group \"%s\" has %u ranks, but rank %d says %d", rank, comm->name,
                              endpoint->ranks, comm->rank, comm->ranks);
-    rendezvous->elsewhere[rank] = strncmp(endpoint->identity, own->identity, sizeof endpoint->identity) != 0;
-    comm->peer[rank].pid = (int32_t)endpoint->pid;
     return ZPP_OK;
+}
+
+static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_store *store, int rank,
+                                struct zpp_err *err) {
+    struct zpp_comm *comm = rendezvous->comm;
+    struct zpp_endpoint *endpoint = &rendezvous->endpoint[rank];
+    const struct zpp_endpoint *own = &rendezvous->endpoint[comm->rank];
+    size_t bytes = sizeof *endpoint;
+    zpp_status status = zpp_store_read(comm, store, "rank", rank, endpoint, &bytes, err);
+    if (status == ZPP_OK) status = zpp_endpoint_check(comm, own, endpoint, bytes, rank, err);
+    if (status == ZPP_OK) comm->peer[rank].pid = (int32_t)endpoint->pid;
+    return status;
 }
 
 /* --- one pair ---------------------------------------------------------------------------------------------------- */
@@ -157,8 +161,8 @@ static zpp_status check_user(int socket_fd, int rank, struct zpp_err *err) {
 
 static zpp_status send_handshake(const struct rendezvous *rendezvous, int socket_fd, int rank, const uint8_t *secret,
                                  struct zpp_err *err) {
-    struct handshake handshake = {ENDPOINT_MAGIC, (uint32_t)rendezvous->comm->rank, {0}};
-    memcpy(handshake.secret, secret, SECRET_BYTES);
+    struct handshake handshake = {ZPP_ENDPOINT_MAGIC, (uint32_t)rendezvous->comm->rank, {0}};
+    memcpy(handshake.secret, secret, ZPP_SECRET_BYTES);
     union {
         char bytes[CMSG_SPACE(sizeof(int) * FDS)];
         struct cmsghdr align;
@@ -202,7 +206,7 @@ static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, 
     *os_errno = got < 0 ? errno : 0;
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return ZPP_AGAIN;
     if (got >= 0) read_descriptors(&message, fd);
-    if (got == (ssize_t)sizeof *handshake && handshake->magic == ENDPOINT_MAGIC && fd[0] >= 0) return ZPP_OK;
+    if (got == (ssize_t)sizeof *handshake && handshake->magic == ZPP_ENDPOINT_MAGIC && fd[0] >= 0) return ZPP_OK;
     for (int i = 0; i < FDS; i++) {
         if (fd[i] >= 0) close(fd[i]);
         fd[i] = -1;
@@ -212,7 +216,7 @@ static zpp_status receive_handshake(int socket_fd, struct handshake *handshake, 
 
 static bool same_secret(const uint8_t *a, const uint8_t *b) {
     uint8_t difference = 0; /* in constant time, as for any secret */
-    for (int i = 0; i < SECRET_BYTES; i++) difference |= (uint8_t)(a[i] ^ b[i]);
+    for (int i = 0; i < ZPP_SECRET_BYTES; i++) difference |= (uint8_t)(a[i] ^ b[i]);
     return difference == 0;
 }
 
@@ -247,7 +251,7 @@ static zpp_status await_handshake(struct rendezvous *rendezvous, int socket_fd, 
 
 static zpp_status connect_to(struct rendezvous *rendezvous, int rank, int *socket_fd, struct zpp_err *err) {
     struct sockaddr_un address;
-    const struct endpoint *endpoint = &rendezvous->endpoint[rank];
+    const struct zpp_endpoint *endpoint = &rendezvous->endpoint[rank];
     const socklen_t length = abstract_address(&address, endpoint->socket_name);
     *socket_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (*socket_fd < 0) return zpp_fail_os(err, errno, "comm: no socket for rank %d", rank);
@@ -331,7 +335,7 @@ static int lowest_missing(const struct rendezvous *rendezvous) {
 
 /* Detect a rank that ended: one that is still to connect listens, and the abstract name of one that ended is free
  * again. */
-static bool no_longer_listens(const struct endpoint *endpoint) {
+static bool no_longer_listens(const struct zpp_endpoint *endpoint) {
     struct sockaddr_un address;
     const socklen_t length = abstract_address(&address, endpoint->socket_name);
     const int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -373,7 +377,7 @@ static zpp_status make_own_memory(struct rendezvous *rendezvous, struct zpp_err 
     if (status == ZPP_OK) status = zpp_memfd_map(rendezvous->fd[0], comm->base_bytes, &comm->base[comm->rank], err);
     if (status != ZPP_OK) return status;
     struct zpp_control *control = zpp_control(comm, comm->rank);
-    control->magic = ENDPOINT_MAGIC;
+    control->magic = ZPP_ENDPOINT_MAGIC;
     control->rank = (uint32_t)comm->rank;
     control->ranks = (uint32_t)comm->ranks;
     control->pid = (int32_t)getpid();
@@ -384,51 +388,101 @@ static zpp_status make_own_memory(struct rendezvous *rendezvous, struct zpp_err 
     return ZPP_OK;
 }
 
-/* Number the hosts by their lowest rank, equally on every rank. */
-static void count_hosts(const struct rendezvous *rendezvous, struct zpp_hosts *hosts) {
-    const struct zpp_comm *comm = rendezvous->comm;
-    memset(hosts, 0, sizeof *hosts);
-    for (int r = 0; r < comm->ranks; r++) {
-        int like = 0;
-        while (like < r && strncmp(rendezvous->endpoint[like].identity, rendezvous->endpoint[r].identity,
-                                   sizeof rendezvous->endpoint[r].identity) != 0)
-            like++;
-        const int host = like < r ? hosts->host_of[like] : hosts->hosts++;
-        hosts->host_of[r] = host;
-        hosts->index_of[r] = hosts->count[host];
-        hosts->rank_at[host][hosts->count[host]++] = r;
-    }
-    hosts->mine = hosts->host_of[comm->rank];
+void zpp_hosts_count(struct zpp_hosts *hosts, int ranks, int rank) {
+    for (int r = 0; r < ranks; r++) hosts->index_of[r] = hosts->count[hosts->host_of[r]]++;
+    for (int h = 1; h < hosts->hosts; h++) hosts->first[h] = hosts->first[h - 1] + hosts->count[h - 1];
+    for (int r = 0; r < ranks; r++) hosts->order[hosts->first[hosts->host_of[r]] + hosts->index_of[r]] = r;
+    hosts->mine = hosts->host_of[rank];
     hosts->even = true;
     for (int h = 1; h < hosts->hosts; h++) hosts->even = hosts->even && hosts->count[h] == hosts->count[0];
 }
 
-static zpp_status find_ranks(struct rendezvous *rendezvous, const struct zpp_network_options *network,
-                             const struct zpp_store *store, struct zpp_err *err) {
+/* Number the hosts by their lowest rank, equally on every rank. */
+static void number_hosts(struct rendezvous *rendezvous) {
+    struct zpp_hosts *hosts = rendezvous->hosts;
+    for (int r = 0; r < rendezvous->comm->ranks; r++) {
+        int like = 0;
+        while (like < r && strncmp(rendezvous->endpoint[like].identity, rendezvous->endpoint[r].identity,
+                                   sizeof rendezvous->endpoint[r].identity) != 0)
+            like++;
+        hosts->host_of[r] = like < r ? hosts->host_of[like] : hosts->hosts++;
+    }
+}
+
+static zpp_status read_endpoints(struct rendezvous *rendezvous, const struct zpp_store *store, struct zpp_err *err) {
     const struct zpp_comm *comm = rendezvous->comm;
-    zpp_status status = publish_endpoint(rendezvous, network, store, err);
+    const struct zpp_endpoint *own = &rendezvous->endpoint[comm->rank];
+    zpp_status status = zpp_store_publish(comm, store, "rank", own, sizeof *own, err);
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++)
         if (r != comm->rank) status = read_endpoint(rendezvous, store, r, err);
-    for (int r = 0; status == ZPP_OK && r < comm->rank; r++)
+    if (status == ZPP_OK) number_hosts(rendezvous);
+    return status;
+}
+
+static zpp_status join_here(struct rendezvous *rendezvous, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    for (int r = 0; status == ZPP_OK && r < rendezvous->comm->rank; r++)
         if (!rendezvous->elsewhere[r]) status = join_lower(rendezvous, r, err);
     return status == ZPP_OK ? await_higher(rendezvous, err) : status;
+}
+
+static zpp_status find_all(struct rendezvous *rendezvous, const struct zpp_store *store, struct zpp_err *err) {
+    const struct zpp_hosts *hosts = rendezvous->hosts;
+    const int ranks = rendezvous->comm->ranks, mine = rendezvous->comm->rank;
+    const zpp_status status = read_endpoints(rendezvous, store, err);
+    for (int r = 0; r < ranks; r++) rendezvous->elsewhere[r] = hosts->host_of[r] != hosts->host_of[mine];
+    return status == ZPP_OK ? join_here(rendezvous, err) : status;
+}
+
+static zpp_status find_sparse(struct rendezvous *rendezvous, const struct zpp_network_options *network,
+                              const struct zpp_store *store, struct zpp_err *err) {
+    struct zpp_comm *comm = rendezvous->comm;
+    int first = comm->rank, locals = 0;
+    zpp_status status = zpp_door_open(comm, network, &rendezvous->endpoint[comm->rank].door, err);
+    if (status == ZPP_OK) status = zpp_gather_endpoints(comm, store, rendezvous->endpoint, rendezvous->here, err);
+    for (int r = comm->ranks - 1; r >= 0; r--) {
+        rendezvous->elsewhere[r] = !rendezvous->here[r];
+        locals += rendezvous->here[r];
+        if (rendezvous->here[r]) first = r;
+    }
+    if (status == ZPP_OK) status = join_here(rendezvous, err);
+    if (status != ZPP_OK) return status;
+    return zpp_share_directory(&rendezvous->wait_ctx, store, first, locals, rendezvous->hosts, err);
+}
+
+static zpp_status find_ranks(struct rendezvous *rendezvous, const struct zpp_network_options *network,
+                             const struct zpp_store *store, struct zpp_err *err) {
+    const zpp_status status = make_endpoint(rendezvous, network, err);
+    if (status != ZPP_OK) return status;
+    return rendezvous->comm->ranks > full_ranks(network) ? find_sparse(rendezvous, network, store, err)
+                                                         : find_all(rendezvous, store, err);
 }
 
 zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_options *network,
                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err) {
     struct rendezvous *rendezvous = calloc(1, sizeof *rendezvous);
-    if (!rendezvous) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous of %d ranks", comm->ranks);
+    struct zpp_endpoint *endpoint = calloc((size_t)comm->ranks, sizeof *endpoint);
+    if (!rendezvous || !endpoint) {
+        free(rendezvous);
+        free(endpoint);
+        return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the rendezvous of %d ranks", comm->ranks);
+    }
+    memset(hosts, 0, sizeof *hosts);
     rendezvous->comm = comm;
+    rendezvous->endpoint = endpoint;
+    rendezvous->hosts = hosts;
     rendezvous->fd[0] = rendezvous->fd[1] = rendezvous->listener = -1;
     rendezvous->wait_ctx = (struct zpp_wait_ctx){.comm = comm, .wait = wait, .own_timeout = true,
                                                  .describe = describe_joining};
     zpp_status status = make_own_memory(rendezvous, err);
     if (status == ZPP_OK && comm->ranks > 1) status = find_ranks(rendezvous, network, store, err);
-    if (status == ZPP_OK) count_hosts(rendezvous, hosts);
+    if (comm->ranks == 1) hosts->hosts = 1;
+    if (status == ZPP_OK) zpp_hosts_count(hosts, comm->ranks, comm->rank);
     if (rendezvous->listener >= 0) close(rendezvous->listener);
     for (int i = 0; i < FDS; i++)
         if (rendezvous->fd[i] >= 0) close(rendezvous->fd[i]);
+    free(endpoint);
     free(rendezvous);
     return status;
 }

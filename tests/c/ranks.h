@@ -11,7 +11,13 @@
 #include "harness.h"
 #include "store_table.h"
 
-enum { TEST_RANKS_MAX = 9 };
+#ifndef TEST_FULL_RANKS
+#define TEST_FULL_RANKS 0 /* the product's default */
+#endif
+#ifndef TEST_RANKS_MOST
+#define TEST_RANKS_MOST 9
+#endif
+enum { TEST_RANKS_MAX = TEST_RANKS_MOST };
 static const uint64_t TEST_SECOND_NS = UINT64_C(1000000000);
 
 static inline void pause_ms(long ms) {
@@ -27,7 +33,8 @@ struct test_rank {
     const struct zpp_store *store;
     void (*body)(struct test_rank *me);
     pthread_barrier_t *all; /* see test_join */
-    char host[2];           /* "": every rank is on this host; else the name of this rank's, over the loopback */
+    char host[8];           /* "": every rank is on this host; else the name of this rank's, over the loopback */
+    int full_ranks;         /* as in zpp_network_options */
 };
 
 /* Wait for all ranks. Unlike a barrier of the group this returns on all of them even if one fails right after it: a
@@ -41,7 +48,9 @@ static inline void *test_rank_main(void *arg) {
                                              .ranks = me->ranks,
                                              .timeout_ns = me->timeout_ns,
                                              .name = "test",
-                                             .network = {.host_id = me->host, .interface = me->host[0] ? "lo" : ""}};
+                                             .network = {.host_id = me->host,
+                                                         .interface = me->host[0] ? "lo" : "",
+                                                         .full_ranks = me->full_ranks}};
     CHECK_OK(zpp_comm_create(&options, me->store, &me->comm, &err));
     me->body(me);
     zpp_comm_destroy(me->comm);
@@ -71,7 +80,12 @@ static inline void run_ranks_timeout(int ranks, const char *hosts, uint64_t time
     struct store_table table;
     store_table_init(&table);
     const struct zpp_store store = store_table_of(&table);
-    const struct test_rank like = {.ranks = ranks, .arg = arg, .timeout_ns = timeout_ns, .store = &store, .body = body};
+    const struct test_rank like = {.ranks = ranks,
+                                   .arg = arg,
+                                   .timeout_ns = timeout_ns,
+                                   .store = &store,
+                                   .body = body,
+                                   .full_ranks = TEST_FULL_RANKS};
     run_ranks_like(&like, hosts);
     store_table_fini(&table);
 }

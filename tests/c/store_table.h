@@ -13,56 +13,66 @@
 
 #include "../../csrc/comm/comm.h"
 
-enum { STORE_ENTRIES = 512, STORE_KEY_BYTES = 160, STORE_VALUE_BYTES = 1024 };
+enum { STORE_ENTRIES = 8192, STORE_KEY_BYTES = 160 };
 
 struct store_entry {
-    char key[STORE_KEY_BYTES];
-    unsigned char value[STORE_VALUE_BYTES];
+    char key[STORE_KEY_BYTES]; /* "": free */
+    unsigned char *value;      /* NULL: somebody waits for it */
     size_t bytes;
+    pthread_cond_t set;
 };
 
 struct store_table {
     pthread_mutex_t lock; /* guards everything below */
-    pthread_cond_t added;
     struct store_entry *entries;
-    int count;
 };
 
 static inline void store_table_init(struct store_table *table) {
     pthread_mutex_init(&table->lock, NULL);
-    pthread_cond_init(&table->added, NULL);
     table->entries = calloc(STORE_ENTRIES, sizeof *table->entries);
-    table->count = 0;
     if (!table->entries) abort();
 }
 
 static inline void store_table_fini(struct store_table *table) {
+    for (int i = 0; i < STORE_ENTRIES; i++) {
+        if (!table->entries[i].key[0]) continue;
+        free(table->entries[i].value);
+        pthread_cond_destroy(&table->entries[i].set);
+    }
     free(table->entries);
-    pthread_cond_destroy(&table->added);
     pthread_mutex_destroy(&table->lock);
 }
 
+/* Return the entry of a key, without a value if it is new. */
 static inline struct store_entry *store_table_find(struct store_table *table, const char *key) {
-    for (int i = 0; i < table->count; i++)
-        if (strcmp(table->entries[i].key, key) == 0) return &table->entries[i];
-    return NULL;
+    unsigned at = 2166136261u;
+    for (const char *letter = key; *letter; letter++) at = (at ^ (unsigned char)*letter) * 16777619u;
+    for (int tried = 0; tried < STORE_ENTRIES; tried++) {
+        struct store_entry *entry = &table->entries[(at + (unsigned)tried) % STORE_ENTRIES];
+        if (strcmp(entry->key, key) == 0) return entry;
+        if (entry->key[0]) continue;
+        snprintf(entry->key, sizeof entry->key, "%s", key);
+        pthread_cond_init(&entry->set, NULL);
+        return entry;
+    }
+    abort();
 }
 
 static inline zpp_status store_table_set(void *ctx, const char *key, const void *value, size_t bytes,
                                          struct zpp_err *err) {
     struct store_table *table = ctx;
-    if (bytes > STORE_VALUE_BYTES || strlen(key) >= STORE_KEY_BYTES)
+    unsigned char *copy = malloc(bytes + 1);
+    if (!copy || strlen(key) >= STORE_KEY_BYTES) {
+        free(copy);
         return zpp_fail(err, ZPP_INVALID, "store: \"%s\" is too large", key);
+    }
+    memcpy(copy, value, bytes);
     pthread_mutex_lock(&table->lock);
     struct store_entry *entry = store_table_find(table, key);
-    if (!entry) {
-        if (table->count == STORE_ENTRIES) abort();
-        entry = &table->entries[table->count++];
-    }
-    snprintf(entry->key, sizeof entry->key, "%s", key);
-    memcpy(entry->value, value, bytes);
+    free(entry->value);
+    entry->value = copy;
     entry->bytes = bytes;
-    pthread_cond_broadcast(&table->added);
+    pthread_cond_broadcast(&entry->set);
     pthread_mutex_unlock(&table->lock);
     return ZPP_OK;
 }
@@ -74,17 +84,15 @@ static inline zpp_status store_table_get(void *ctx, const char *key, void *value
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += (time_t)(timeout_ns ? timeout_ns / UINT64_C(1000000000) + 1 : 3600);
     pthread_mutex_lock(&table->lock);
-    struct store_entry *entry;
-    int late = 0;
-    while (!(entry = store_table_find(table, key)) && !late)
-        late = pthread_cond_timedwait(&table->added, &table->lock, &until);
-    const int fits = entry && entry->bytes <= *bytes;
+    struct store_entry *entry = store_table_find(table, key);
+    for (int late = 0; !entry->value && !late;) late = pthread_cond_timedwait(&entry->set, &table->lock, &until);
+    const int there = entry->value != NULL, fits = there && entry->bytes <= *bytes;
     if (fits) {
         memcpy(value, entry->value, entry->bytes);
         *bytes = entry->bytes;
     }
     pthread_mutex_unlock(&table->lock);
-    if (!entry) return zpp_fail(err, ZPP_TIMEOUT, "store: nobody set \"%s\"", key);
+    if (!there) return zpp_fail(err, ZPP_TIMEOUT, "store: nobody set \"%s\"", key);
     return fits ? ZPP_OK : zpp_fail(err, ZPP_INVALID, "store: \"%s\" does not fit", key);
 }
 

@@ -10,6 +10,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "../../csrc/comm/rendezvous.h"
 #include "../../csrc/comm/shm/memfd.h"
 #include "strangers.h"
 
@@ -27,13 +28,6 @@ static void shared_memory_is_the_owners_alone(void) {
 
 /* --- the Unix socket --------------------------------------------------------------------------------------------- */
 
-/* What rank 0 put into the store, as rendezvous.c has it. */
-struct endpoint {
-    uint32_t magic, rank, ranks, pid;
-    uint64_t base_bytes;
-    uint8_t secret[16];
-    char identity[80], host[64], socket_name[64];
-};
 struct handshake {
     uint32_t magic, rank;
     uint8_t secret[16];
@@ -41,7 +35,7 @@ struct handshake {
 
 enum { WRONG_SECRET, RIGHT_SECRET_WRONG_RANK, NO_DESCRIPTOR, SILENT_AND_GONE, STRANGERS };
 
-static int connect_to(const struct endpoint *endpoint) {
+static int connect_to(const struct zpp_endpoint *endpoint) {
     struct sockaddr_un there = {.sun_family = AF_UNIX};
     const size_t length = strlen(endpoint->socket_name);
     memcpy(there.sun_path + 1, endpoint->socket_name, length);
@@ -52,7 +46,7 @@ static int connect_to(const struct endpoint *endpoint) {
     return fd;
 }
 
-static void send_handshake(int to, const struct endpoint *endpoint, int kind) {
+static void send_handshake(int to, const struct zpp_endpoint *endpoint, int kind) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct handshake handshake = {endpoint->magic, kind == RIGHT_SECRET_WRONG_RANK ? 2 : 1, {0}};
     int memory = -1;
@@ -81,7 +75,7 @@ static void send_handshake(int to, const struct endpoint *endpoint, int kind) {
 static void *be_strangers(void *arg) {
     struct watched_store *watched = arg;
     struct zpp_err err = ZPP_ERR_INIT;
-    struct endpoint endpoint;
+    struct zpp_endpoint endpoint;
     size_t bytes = sizeof endpoint;
     CHECK_OK(store_table_get(&watched->table, "zpp/rank/0", &endpoint, &bytes, 60 * TEST_SECOND_NS, &err));
     CHECK_EQUAL(bytes, sizeof endpoint);

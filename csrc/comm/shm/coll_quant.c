@@ -24,6 +24,8 @@
 #include "../../ops/quant/quant.h"
 #include "../internal.h"
 
+enum { NODE_RANKS_MAX = 63 };
+
 /* How a slot is cut: `parts` pieces, each with the scales, then the codes, of up to piece_elems elements. */
 struct wire {
     struct zpp_quant_spec spec;
@@ -281,6 +283,17 @@ static zpp_status check_format(const struct zpp_comm *comm, const struct zpp_cal
     return ZPP_OK;
 }
 
+static zpp_status check_nodes(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
+    if (call->node_ranks < 0 || (call->node_ranks && comm->ranks % call->node_ranks))
+        return zpp_fail(err, ZPP_INVALID,
+                        "comm: %d ranks a node do not divide the %d ranks of group \"%s\"; 0 means that all are on one",
+                        call->node_ranks, comm->ranks, comm->name);
+    if (call->node_ranks != comm->ranks && call->node_ranks > NODE_RANKS_MAX) /* the signature has 6 bits for it */
+        return zpp_fail(err, ZPP_INVALID, "comm: %d ranks a node of group \"%s\", wanted at most %d; 0 means one node",
+                        call->node_ranks, comm->name, (int)NODE_RANKS_MAX);
+    return ZPP_OK;
+}
+
 zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
     if (call->dtype != ZPP_F32 && call->dtype != ZPP_BF16 && call->dtype != ZPP_F16)
         return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective of %s, wanted float32, bfloat16 or float16",
@@ -293,11 +306,7 @@ zpp_status zpp_quant_check(const struct zpp_comm *comm, const struct zpp_call *c
     if (call->op != ZPP_SUM && call->op != ZPP_AVG)
         return zpp_fail(err, ZPP_INVALID, "comm: a quantised collective with reduce operation %d, wanted sum or avg",
                         (int)call->op);
-    if (call->node_ranks < 0 || (call->node_ranks && comm->ranks % call->node_ranks))
-        return zpp_fail(err, ZPP_INVALID,
-                        "comm: %d ranks a node do not divide the %d ranks of group \"%s\"; 0 means that all are on one",
-                        call->node_ranks, comm->ranks, comm->name);
-    return ZPP_OK;
+    return check_nodes(comm, call, err);
 }
 
 struct zpp_sig zpp_quant_sig(const struct zpp_comm *comm, const struct zpp_call *call) {

@@ -152,12 +152,14 @@ static void sum_intranode(struct job *job, size_t elems) {
 static zpp_status exchange_internode(struct job *job, struct zpp_quant_source *sources, struct zpp_err *err) {
     struct zpp_hier hier = as_bytes(job, job->call);
     const struct zpp_hosts *hosts = job->hosts;
-    struct zpp_flow flow[2 * ZPP_RANKS_MAX];
+    struct zpp_flow *flow = NULL;
     size_t count = 0;
+    const zpp_status status = zpp_net_flows(hier.comm, 2 * (size_t)hosts->hosts, &flow, err);
+    if (status != ZPP_OK) return status;
     for (int h = 0; h < hosts->hosts; h++) {
         uint8_t *sum = job->sums + (size_t)h * job->image_bytes,
                 *received = job->received + (size_t)h * job->image_bytes;
-        const int rank = hosts->rank_at[h][hier.place];
+        const int rank = zpp_rank_at(hosts, h, hier.place);
         sources[h] = source_of(job, h == hosts->mine ? sum : received);
         if (h == hosts->mine) continue;
         flow[count++] = zpp_flow_out(rank, 0, sum, job->image_bytes);

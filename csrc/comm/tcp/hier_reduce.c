@@ -117,15 +117,16 @@ static void add_in(struct adding *adding, struct zpp_flow *flow, int host, int r
 static zpp_status exchange_small(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
-    struct zpp_flow flow[2 * ZPP_RANKS_MAX];
+    struct zpp_flow *flow = NULL;
     struct adding adding = adding_of(hier, data, bytes);
     uint8_t *scratch;
     size_t count = 0;
     zpp_status status = zpp_net_scratch(hier->comm, bytes * (size_t)hosts->hosts, &scratch, err);
+    if (status == ZPP_OK) status = zpp_net_flows(hier->comm, 2 * (size_t)hosts->hosts, &flow, err);
     if (status != ZPP_OK) return status;
     for (int h = 0; h < hosts->hosts; h++) {
         uint8_t *buffer = scratch + (size_t)h * bytes;
-        const int rank = hosts->rank_at[h][hier->place];
+        const int rank = zpp_rank_at(hosts, h, hier->place);
         adding.part[h] = buffer;
         if (h == hosts->mine) {
             memcpy(buffer, data, bytes); /* a copy: `data` is overwritten while flows still send */
@@ -151,17 +152,18 @@ static void shard_of(size_t bytes, int hosts, int host, size_t *begin, size_t *l
 static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                                  struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
-    struct zpp_flow flow[4 * ZPP_RANKS_MAX];
+    struct zpp_flow *flow = NULL;
     size_t count = 0, begin, length, theirs, their_length;
     uint8_t *scratch;
     shard_of(bytes, hosts->hosts, hosts->mine, &begin, &length);
     struct adding adding = adding_of(hier, data + begin, length);
     const size_t capacity = part_capacity(&adding, hier->comm);
     zpp_status status = zpp_net_scratch(hier->comm, (capacity + 1) * (size_t)hosts->hosts, &scratch, err);
+    if (status == ZPP_OK) status = zpp_net_flows(hier->comm, 4 * (size_t)hosts->hosts, &flow, err);
     if (status != ZPP_OK) return status;
     adding.part[hosts->mine] = data + begin;
     for (int k = 1; k < hosts->hosts; k++) {
-        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][hier->place];
+        const int h = (hosts->mine + k) % hosts->hosts, rank = zpp_rank_at(hosts, h, hier->place);
         shard_of(bytes, hosts->hosts, h, &theirs, &their_length);
         flow[count] = zpp_flow_out(rank, part, data + theirs, their_length);
         flow[count++].links = ZPP_LINKS_FIRST;
@@ -169,7 +171,7 @@ static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t by
         flow[count++].links = ZPP_LINKS_FIRST;
     }
     for (int k = 1; k < hosts->hosts; k++) {
-        const int h = (hosts->mine + k) % hosts->hosts, rank = hosts->rank_at[h][hier->place];
+        const int h = (hosts->mine + k) % hosts->hosts, rank = zpp_rank_at(hosts, h, hier->place);
         shard_of(bytes, hosts->hosts, h, &theirs, &their_length);
         flow[count] = zpp_flow_out(rank, part + 1, data + begin, length);
         flow[count].links = ZPP_LINKS_REST;
@@ -181,8 +183,26 @@ static zpp_status exchange_large(struct zpp_hier *hier, uint8_t *data, size_t by
     return zpp_flows_run(&hier->internode, flow, count, add_what_came, &adding, err);
 }
 
+/* Sparse: the hosts' parts arrive by zpp_hier_share, then each host adds them all. */
+static zpp_status exchange_shared(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
+                                  struct zpp_err *err) {
+    const int hosts = hier->hosts->hosts, mine = hier->hosts->mine;
+    struct adding adding = adding_of(hier, data, bytes);
+    uint8_t *scratch;
+    zpp_status status = zpp_net_scratch(hier->comm, bytes * (size_t)hosts, &scratch, err);
+    if (status != ZPP_OK) return status;
+    memcpy(scratch, data, bytes);
+    status = zpp_hier_share(hier, scratch, bytes, 32 * part, err);
+    for (int h = 0; h < hosts; h++) adding.part[h] = scratch + (size_t)((h + hosts - mine) % hosts) * bytes;
+    adding.mine = -1; /* every part, this host's too, lies in scratch */
+    if (status == ZPP_OK) add_what_came(&adding);
+    return status;
+}
+
 static zpp_status exchange(struct zpp_hier *hier, uint8_t *data, size_t bytes, uint32_t part,
                            struct zpp_err *err) {
+    if (hier->comm->door && bytes <= ZPP_SHARED_BYTES / (size_t)hier->hosts->hosts)
+        return exchange_shared(hier, data, bytes, part, err);
     return bytes <= SMALL_BYTES ? exchange_small(hier, data, bytes, part, err)
                                 : exchange_large(hier, data, bytes, part, err);
 }
@@ -236,12 +256,13 @@ zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err) {
 static zpp_status add_hosts(struct zpp_hier *hier, struct adding *adding, uint8_t *scratch, size_t part_bytes,
                             struct zpp_err *err) {
     const struct zpp_hosts *hosts = hier->hosts;
-    struct zpp_flow flow[ZPP_RANKS_MAX];
+    struct zpp_flow *flow = NULL;
     size_t count = 0;
-    for (int h = 0; h < hosts->hosts; h++)
+    zpp_status status = zpp_net_flows(hier->comm, (size_t)hosts->hosts, &flow, err);
+    for (int h = 0; status == ZPP_OK && h < hosts->hosts; h++)
         if (h != hosts->mine)
-            add_in(adding, &flow[count++], h, hosts->rank_at[h][0], 0, scratch + (size_t)h * part_bytes);
-    const zpp_status status = zpp_flows_run(&hier->internode, flow, count, add_what_came, adding, err);
+            add_in(adding, &flow[count++], h, zpp_rank_at(hosts, h, 0), 0, scratch + (size_t)h * part_bytes);
+    if (status == ZPP_OK) status = zpp_flows_run(&hier->internode, flow, count, add_what_came, adding, err);
     if (status == ZPP_OK) scale(hier, hier->call->dst, hier->call->elems);
     return status;
 }
@@ -293,10 +314,10 @@ static const uint8_t *shards_of(const struct zpp_hier *hier, int host, size_t by
     const uint8_t *src = hier->call->src;
     bool contiguous = true;
     for (int i = 1; i < hosts->count[host]; i++)
-        contiguous = contiguous && hosts->rank_at[host][i] == hosts->rank_at[host][0] + i;
-    if (contiguous) return src + (size_t)hosts->rank_at[host][0] * bytes;
+        contiguous = contiguous && zpp_rank_at(hosts, host, i) == zpp_rank_at(hosts, host, 0) + i;
+    if (contiguous) return src + (size_t)zpp_rank_at(hosts, host, 0) * bytes;
     for (int i = 0; i < hosts->count[host]; i++)
-        memcpy(scratch + (size_t)i * bytes, src + (size_t)hosts->rank_at[host][i] * bytes, bytes);
+        memcpy(scratch + (size_t)i * bytes, src + (size_t)zpp_rank_at(hosts, host, i) * bytes, bytes);
     return scratch;
 }
 
@@ -321,16 +342,17 @@ static zpp_status scatter_even(struct zpp_hier *hier, const struct zpp_tensor *t
     const struct zpp_hosts *hosts = hier->hosts;
     const size_t bytes = tensor->bytes, internode_bytes = bytes * (size_t)hosts->hosts;
     const bool alone = hier->locals == 1;
-    struct zpp_flow flow[2 * ZPP_RANKS_MAX];
+    struct zpp_flow *flow = NULL;
     struct adding adding = adding_of(hier, hier->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
     const size_t capacity = part_capacity(&adding, hier->comm), received_bytes = capacity * (size_t)hosts->hosts;
     const size_t more_bytes = alone ? 1 : internode_bytes + bytes * (size_t)hier->locals;
     zpp_status status = zpp_net_scratch(hier->comm, received_bytes + more_bytes, &scratch, err);
+    if (status == ZPP_OK) status = zpp_net_flows(hier->comm, 2 * (size_t)hosts->hosts, &flow, err);
     uint8_t *received = scratch, *sums = scratch + received_bytes, *shards = sums + internode_bytes;
     for (int h = 0; status == ZPP_OK && h < hosts->hosts; h++) {
-        const int rank = hosts->rank_at[h][hier->place];
+        const int rank = zpp_rank_at(hosts, h, hier->place);
         const uint8_t *mine = (const uint8_t *)hier->call->src + (size_t)rank * bytes;
         if (!alone) {
             status = sum_for(hier, h, tensor, shards, sums + (size_t)h * bytes, err);
@@ -350,12 +372,14 @@ static zpp_status scatter_uneven(struct zpp_hier *hier, const struct zpp_tensor 
     const struct zpp_hosts *hosts = hier->hosts;
     const struct zpp_comm *comm = hier->comm;
     const size_t bytes = tensor->bytes;
-    struct zpp_flow flow[2 * ZPP_RANKS_MAX];
+    struct zpp_flow *flow = NULL;
     struct adding adding = adding_of(hier, hier->call->dst, bytes);
     uint8_t *scratch;
     size_t count = 0;
     const size_t sums_bytes = bytes * (size_t)comm->ranks, capacity = part_capacity(&adding, comm);
-    zpp_status status = zpp_net_scratch(hier->comm, sums_bytes + capacity * (size_t)hosts->hosts, &scratch, err);
+    zpp_status status = zpp_net_flows(hier->comm, (size_t)(hosts->hosts + comm->ranks), &flow, err);
+    if (status != ZPP_OK) return status;
+    status = zpp_net_scratch(hier->comm, sums_bytes + capacity * (size_t)hosts->hosts, &scratch, err);
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         const bool here = hosts->host_of[r] == hosts->mine;
         const int place = here ? hosts->index_of[r] : hosts->index_of[r] % hier->locals;
@@ -365,12 +389,13 @@ static zpp_status scatter_uneven(struct zpp_hier *hier, const struct zpp_tensor 
         if (status == ZPP_OK) status = zpp_coll_reduce(&hier->before, sum, tensor, place, err);
         if (status == ZPP_OK && !here && place == hier->place) flow[count++] = zpp_flow_out(r, 0, sum, bytes);
     }
+    if (status != ZPP_OK) return status;
     adding.part[hosts->mine] = scratch + (size_t)hier->me * bytes;
     for (int h = 0; h < hosts->hosts; h++)
         if (h != hosts->mine)
-            add_in(&adding, &flow[count++], h, hosts->rank_at[h][hier->place % hosts->count[h]], 0,
+            add_in(&adding, &flow[count++], h, zpp_rank_at(hosts, h, hier->place % hosts->count[h]), 0,
                    scratch + sums_bytes + (size_t)h * capacity);
-    return status == ZPP_OK ? finish_scatter(hier, flow, count, &adding, err) : status;
+    return finish_scatter(hier, flow, count, &adding, err);
 }
 
 zpp_status zpp_hier_reduce_scatter(struct zpp_hier *hier, struct zpp_err *err) {

@@ -26,6 +26,7 @@ static const uint64_t GRACE_NS = 700000000u;
 /* How often the watcher checks the interface for a link, and how long the link may be missing (a cable is put
  * back). */
 enum { LINK_LOOK_MS = 500 };
+enum { STOP = ZPP_RANKS_MAX, DOOR }; /* in place of a rank, in what the watcher waits for */
 static const uint64_t NO_LINK_NS = 2500000000u;
 
 static void *mirror_memory(void) {
@@ -48,7 +49,7 @@ bool zpp_net_gone(const struct zpp_comm *comm, int rank) {
 }
 
 bool zpp_net_died(const struct zpp_comm *comm, int rank) {
-    return zpp_net_gone(comm, rank) && !atomic_load(&zpp_control(comm, rank)->left);
+    return zpp_net_gone(comm, rank) && !zpp_peer_left(comm, rank);
 }
 
 void zpp_net_lost(struct zpp_comm *comm, int rank) { mark_gone(&comm->net->peer[rank]); }
@@ -81,12 +82,15 @@ void zpp_net_tell(struct zpp_comm *comm, zpp_status status, int failed_rank, con
     if (frame.bytes) send_to_all(comm, &frame, text);
 }
 
+/* In a sparse group the first rank of each host that hears of an error passes it on. */
 static void hear(struct zpp_comm *comm, int rank, const struct zpp_frame *frame, const char *text) {
     if (frame->kind == ZPP_FRAME_ERROR) {
-        zpp_comm_fail_heard(comm, (zpp_status)-(int)frame->what, (int)frame->elems - 1, text);
+        const bool first =
+            zpp_comm_fail_heard(comm, (zpp_status)-(int)frame->what, (int)frame->elems - 1, text);
+        if (first && comm->door) send_to_all(comm, frame, text);
         return;
     }
-    atomic_store(&zpp_control(comm, rank)->left, 1);
+    atomic_store(&comm->net->peer[rank].left, 1);
     mark_gone(&comm->net->peer[rank]);
 }
 
@@ -97,19 +101,19 @@ static void read_control(struct zpp_comm *comm, int rank) {
     struct zpp_frame frame;
     for (;;) {
         void *at;
-        const size_t capacity = zpp_control_link_space(&peer->control, &at);
+        const size_t capacity = zpp_control_link_space(peer->control, &at);
         const ssize_t got = recv(peer->link[ZPP_NET_CONTROL], at, capacity, MSG_DONTWAIT);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0 && errno == EAGAIN) return;
         if (got <= 0) break;
-        const zpp_status status = zpp_control_link_parse(&peer->control, (size_t)got, comm->ranks, &frame, &err);
+        const zpp_status status = zpp_control_link_parse(peer->control, (size_t)got, comm->ranks, &frame, &err);
         if (status == ZPP_AGAIN) continue;
         if (status != ZPP_OK) {
             (void)zpp_comm_fail(comm, ZPP_PEER, rank, &err, "comm: rank %d of group \"%s\" told rank %d %s",
                                 zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), err.text);
             break;
         }
-        hear(comm, rank, &frame, peer->control.text);
+        hear(comm, rank, &frame, peer->control->text);
     }
     mark_gone(peer);
     zpp_counter_add(&zpp_control(comm, comm->rank)->doorbell.counter);
@@ -122,7 +126,16 @@ static void read_control(struct zpp_comm *comm, int rank) {
 static void look_for_link(struct zpp_comm *comm) {
     struct zpp_net *net = comm->net;
     struct zpp_err err = ZPP_ERR_INIT;
+    while (net->farther < comm->ranks && net->peer[net->farther].link[ZPP_NET_CONTROL] < 0) net->farther++;
+    if (net->farther == comm->ranks) { /* a sparse group that is still joining */
+        net->farther = 0;
+        return;
+    }
     const int socket = net->peer[net->farther].link[ZPP_NET_CONTROL];
+    if (!net->asked) {
+        zpp_net_interface_of(socket, net->interface, sizeof net->interface);
+        net->asked = true;
+    }
     if (!net->interface[0] || zpp_net_has_link(socket, net->interface)) {
         net->no_link_ns = 0;
         return;
@@ -148,11 +161,14 @@ static void *watch(void *arg) {
         if (zpp_now_ns() - looked_ns >= LINK_LOOK_MS * UINT64_C(1000000)) {
             looked_ns = zpp_now_ns();
             look_for_link(comm);
+            if (comm->door) zpp_door_serve(comm);
         }
         for (int i = 0; i < count; i++) {
             const uint32_t rank = (uint32_t)(event[i].data.u64 >> 8), slot = (uint32_t)(event[i].data.u64 & 0xff);
-            if (rank >= (uint32_t)comm->ranks) return NULL; /* the eventfd */
-            if (slot == ZPP_NET_CONTROL)
+            if (rank == STOP) return NULL;
+            if (rank == DOOR)
+                zpp_door_serve(comm);
+            else if (slot == ZPP_NET_CONTROL)
                 read_control(comm, (int)rank);
             else
                 zpp_counter_add(&zpp_control(comm, comm->rank)->doorbell.counter);
@@ -162,29 +178,68 @@ static void *watch(void *arg) {
 
 static zpp_status add_to_watch(struct zpp_net *net, int fd, uint64_t rank, int slot, struct zpp_err *err) {
     struct epoll_event event = {
-        .events = EPOLLIN | EPOLLRDHUP | (slot == ZPP_NET_P2P ? EPOLLOUT : 0) | EPOLLET,
+        .events = EPOLLIN | (rank == DOOR ? 0 : EPOLLRDHUP | EPOLLET) | (slot == ZPP_NET_P2P ? EPOLLOUT : 0),
         .data.u64 = rank << 8 | (uint64_t)slot,
     };
     if (epoll_ctl(net->epoll, EPOLL_CTL_ADD, fd, &event) == 0) return ZPP_OK;
     return zpp_fail_os(err, errno, "comm: a connection cannot be watched (epoll)");
 }
 
-static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
+static void take_link(struct zpp_net_peer *peer, int slot, bool incoming, int fd) {
+    const bool one_way = peer->comm->door != NULL;
+    if (slot == ZPP_NET_P2P && (incoming || !one_way)) peer->p2p_in = fd;
+    if (slot != ZPP_NET_P2P || !incoming || !one_way) peer->link[slot] = fd;
+}
+
+zpp_status zpp_net_attach(struct zpp_comm *comm, int rank, int slot, bool incoming, int fd, struct zpp_err *err) {
     struct zpp_net *net = comm->net;
-    sigset_t all, before;
+    struct zpp_net_peer *peer = &net->peer[rank];
+    const uint64_t one = 1;
+    zpp_status status = ZPP_OK;
+    if (slot == ZPP_NET_CONTROL) {
+        peer->control = calloc(1, sizeof *peer->control);
+        if (!peer->control) status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for a link to rank %d", rank);
+    }
+    take_link(peer, slot, incoming, fd);
+    if (status == ZPP_OK && comm->door && slot < ZPP_NET_DATA)
+        status = add_to_watch(net, fd, (uint64_t)rank, slot, err);
+    /* Who waits for the link sleeps on either of them. */
+    zpp_counter_add(&zpp_control(comm, comm->rank)->doorbell.counter);
+    if (net->made >= 0 && write(net->made, &one, sizeof one) < 0) return status; /* it is raised already */
+    return status;
+}
+
+static zpp_status make_watch(struct zpp_comm *comm, struct zpp_err *err) {
+    struct zpp_net *net = comm->net;
     net->epoll = epoll_create1(EPOLL_CLOEXEC);
     net->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (net->epoll < 0 || net->stop < 0) return zpp_fail_os(err, errno, "comm: no epoll for the watcher of a group");
-    zpp_status status = add_to_watch(net, net->stop, (uint64_t)ZPP_RANKS_MAX, 0, err);
+    net->made = comm->door ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -1;
+    if (net->epoll < 0 || net->stop < 0 || (comm->door && net->made < 0))
+        return zpp_fail_os(err, errno, "comm: no epoll for the watcher of a group");
+    const zpp_status status = add_to_watch(net, net->stop, STOP, 0, err);
+    if (status != ZPP_OK || !comm->door) return status;
+    return add_to_watch(net, zpp_door_epoll(comm), DOOR, 0, err);
+}
+
+/* Watch the links of a full group, which are all there. */
+static zpp_status watch_all(struct zpp_comm *comm, struct zpp_err *err) {
+    struct zpp_net *net = comm->net;
+    zpp_status status = ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         if (!zpp_net_elsewhere(comm, r)) continue;
         status = add_to_watch(net, net->peer[r].link[ZPP_NET_CONTROL], (uint64_t)r, ZPP_NET_CONTROL, err);
         if (status != ZPP_OK) break;
         status = add_to_watch(net, net->peer[r].link[ZPP_NET_P2P], (uint64_t)r, ZPP_NET_P2P, err);
     }
+    return status;
+}
+
+static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
+    struct zpp_net *net = comm->net;
+    sigset_t all, before;
+    zpp_status status = make_watch(comm, err);
+    if (status == ZPP_OK && !comm->door) status = watch_all(comm, err);
     if (status != ZPP_OK) return status;
-    while (!zpp_net_elsewhere(comm, net->farther)) net->farther++; /* there is one */
-    zpp_net_interface_of(net->peer[net->farther].link[ZPP_NET_CONTROL], net->interface, sizeof net->interface);
     sigfillset(&all); /* the program's threads handle signals */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const int failed = pthread_create(&net->watcher, NULL, watch, comm);
@@ -196,29 +251,39 @@ static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
 
 /* --- life -------------------------------------------------------------------------------------------------------- */
 
+static void begin_peer(struct zpp_net_peer *peer, struct zpp_comm *comm, int rank) {
+    peer->comm = comm;
+    peer->rank = rank;
+    peer->p2p_in = -1;
+    if (comm->door) peer->data_links = zpp_door_links(comm);
+    for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++) peer->link[slot] = -1;
+}
+
+/* The watcher of a sparse group lets other ranks in, so it comes first. */
+static zpp_status connect_and_watch(struct zpp_comm *comm, const struct zpp_network_options *options,
+                                    const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = comm->door ? start_watcher(comm, err) : ZPP_OK;
+    if (status == ZPP_OK) status = zpp_net_connect(comm, options, store, wait, err);
+    return status == ZPP_OK && !comm->door ? start_watcher(comm, err) : status;
+}
+
 zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
                           const struct zpp_network_options *options, const struct zpp_store *store,
                           const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_net *net = calloc(1, sizeof *net);
     if (!net) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for connections to %d hosts", hosts->hosts);
     net->hosts = *hosts;
-    net->epoll = net->stop = -1;
+    net->epoll = net->stop = net->made = -1;
     pthread_mutex_init(&net->control_link_lock, NULL);
-    for (int r = 0; r < ZPP_RANKS_MAX; r++) {
-        net->peer[r].comm = comm;
-        net->peer[r].rank = r;
-        for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++) net->peer[r].link[slot] = -1;
-    }
+    for (int r = 0; r < comm->ranks; r++) begin_peer(&net->peer[r], comm, r);
     comm->net = net;
-    comm->first_here = hosts->rank_at[hosts->mine][0];
-    for (int r = 0; r < comm->ranks; r++) {
-        if (!zpp_net_elsewhere(comm, r)) continue;
-        comm->base[r] = mirror_memory();
-        if (!comm->base[r]) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for rank %d, which is on another host", r);
-    }
+    comm->first_here = zpp_rank_at(hosts, hosts->mine, 0);
+    net->mirror = mirror_memory();
+    if (!net->mirror) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for ranks on other hosts");
+    for (int r = 0; r < comm->ranks; r++)
+        if (zpp_net_elsewhere(comm, r)) comm->base[r] = net->mirror;
     zpp_status status = zpp_local_create(comm, &net->local, err);
-    if (status == ZPP_OK) status = zpp_net_connect(comm, options, store, wait, err);
-    if (status == ZPP_OK) status = start_watcher(comm, err);
+    if (status == ZPP_OK) status = connect_and_watch(comm, options, store, wait, err);
     if (status == ZPP_OK) net->local->joined = true;
     return status;
 }
@@ -230,6 +295,7 @@ static void stop_watcher(struct zpp_net *net, bool forked) {
     }
     if (net->epoll >= 0) close(net->epoll);
     if (net->stop >= 0) close(net->stop);
+    if (net->made >= 0) close(net->made);
 }
 
 /* Send the comm error again before the farewell. It is in this host's memory before the rank that recorded it has sent
@@ -245,6 +311,10 @@ void zpp_net_farewell(struct zpp_comm *comm) {
     if (!comm->joined) return;
     retell(comm);
     send_to_all(comm, &farewell, "");
+    for (int r = 0; comm->door && r < comm->ranks; r++)
+        for (int slot = ZPP_NET_DATA; zpp_net_elsewhere(comm, r) && slot < ZPP_NET_SLOTS_MAX; slot++)
+            if (comm->net->peer[r].link[slot] >= 0)
+                (void)send(comm->net->peer[r].link[slot], &farewell, sizeof farewell, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 void zpp_net_destroy(struct zpp_comm *comm, bool forked) {
@@ -255,13 +325,16 @@ void zpp_net_destroy(struct zpp_comm *comm, bool forked) {
         if (!zpp_net_elsewhere(comm, r)) continue;
         for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++)
             if (net->peer[r].link[slot] >= 0) close(net->peer[r].link[slot]);
-        free(net->peer[r].inbox);
-        if (comm->base[r]) munmap(comm->base[r], sizeof(struct zpp_control));
+        if (comm->door && net->peer[r].p2p_in >= 0) close(net->peer[r].p2p_in);
+        free(net->peer[r].stream);
+        free(net->peer[r].control);
         comm->base[r] = NULL;
     }
+    if (net->mirror) munmap(net->mirror, sizeof(struct zpp_control));
     zpp_local_destroy(net->local, forked);
     if (!forked) pthread_mutex_destroy(&net->control_link_lock);
     free(net->scratch);
+    free(net->flows);
     free(net);
     comm->net = NULL;
     comm->first_here = 0;
@@ -281,30 +354,59 @@ zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, s
     return ZPP_OK;
 }
 
+zpp_status zpp_net_flows(struct zpp_comm *comm, size_t count, struct zpp_flow **out, struct zpp_err *err) {
+    struct zpp_net *net = comm->net;
+    if (count > net->flows_most) {
+        struct zpp_flow *flows = malloc(count * sizeof *flows);
+        if (!flows) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for %zu transfers between hosts", count);
+        free(net->flows);
+        net->flows = flows;
+        net->flows_most = count;
+    }
+    *out = net->flows;
+    return ZPP_OK;
+}
+
 /* --- p2p: the byte channels of send and receive ------------------------------------------------------------------ */
+
+static zpp_status make_stream(struct zpp_net_peer *peer, struct zpp_err *err) {
+    if (!peer->stream) peer->stream = malloc(sizeof *peer->stream);
+    if (!peer->stream) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for what rank %d sends", peer->rank);
+    peer->stream->stash_bytes = peer->stream->inbox_at = peer->stream->inbox_end = 0;
+    return ZPP_OK;
+}
 
 static zpp_status p2p_open(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
     struct zpp_net_peer *peer = &comm->net->peer[rank];
-    if (!peer->inbox) peer->inbox = malloc(ZPP_NET_P2P_BYTES);
-    if (!peer->inbox) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for what rank %d sends", rank);
-    *out = peer;
-    return ZPP_OK;
+    struct zpp_wait_ctx wait_ctx = {.comm = comm, .own_timeout = true};
+    zpp_status status = peer->stream ? ZPP_OK : make_stream(peer, err);
+    if (status == ZPP_OK && comm->door) status = zpp_net_reach(&wait_ctx, rank, ZPP_NET_P2P, ZPP_NET_P2P + 1, err);
+    if (status == ZPP_OK) *out = peer;
+    return status;
+}
+
+static zpp_status p2p_accept(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
+    struct zpp_net_peer *peer = &comm->net->peer[rank];
+    if (peer->p2p_in < 0) return ZPP_AGAIN;
+    const zpp_status status = peer->stream ? ZPP_OK : make_stream(peer, err);
+    if (status == ZPP_OK) *out = peer;
+    return status;
 }
 
 static void p2p_close(void *channel) { (void)channel; } /* with the connection */
 
-static int p2p_fd(const struct zpp_net_peer *peer) { return peer->link[ZPP_NET_P2P]; }
-
 static size_t push(struct zpp_net_peer *peer, const void *src, size_t bytes) {
-    const ssize_t sent = send(p2p_fd(peer), src, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-    return sent > 0 ? (size_t)sent : 0; /* the watcher handles a broken connection */
+    const ssize_t sent = send(peer->link[ZPP_NET_P2P], src, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR && peer->comm->door) mark_gone(peer);
+    return sent > 0 ? (size_t)sent : 0; /* in a full group the watcher handles a broken connection */
 }
 
 static bool push_stash(struct zpp_net_peer *peer) {
-    const size_t sent = peer->stash_bytes ? push(peer, peer->stash, peer->stash_bytes) : 0;
-    peer->stash_bytes -= sent;
-    if (sent && peer->stash_bytes) memmove(peer->stash, peer->stash + sent, peer->stash_bytes);
-    return peer->stash_bytes == 0;
+    struct zpp_net_stream *stream = peer->stream;
+    const size_t sent = stream->stash_bytes ? push(peer, stream->stash, stream->stash_bytes) : 0;
+    stream->stash_bytes -= sent;
+    if (sent && stream->stash_bytes) memmove(stream->stash, stream->stash + sent, stream->stash_bytes);
+    return stream->stash_bytes == 0;
 }
 
 static size_t p2p_writable(void *channel) { return push_stash(channel) ? ZPP_NET_P2P_BYTES : 0; }
@@ -313,41 +415,45 @@ static size_t p2p_writable(void *channel) { return push_stash(channel) ? ZPP_NET
  * stash. */
 static size_t p2p_write(void *channel, const void *src, size_t bytes) {
     struct zpp_net_peer *peer = channel;
+    struct zpp_net_stream *stream = peer->stream;
     if (!push_stash(peer) || !bytes) return 0;
     const size_t sent = push(peer, src, bytes);
-    if (sent == bytes || bytes > sizeof peer->stash) return sent;
-    peer->stash_bytes = bytes - sent;
-    memcpy(peer->stash, (const uint8_t *)src + sent, peer->stash_bytes);
+    if (sent == bytes || bytes > sizeof stream->stash) return sent;
+    stream->stash_bytes = bytes - sent;
+    memcpy(stream->stash, (const uint8_t *)src + sent, stream->stash_bytes);
     return bytes;
 }
 
 static size_t pull(struct zpp_net_peer *peer, void *dst, size_t bytes) {
-    const ssize_t got = recv(p2p_fd(peer), dst, bytes, MSG_DONTWAIT);
+    const ssize_t got = recv(peer->p2p_in, dst, bytes, MSG_DONTWAIT);
     if (got > 0) atomic_store(&peer->heard_ns, zpp_now_ns());
+    if (got == 0 && bytes && peer->comm->door) mark_gone(peer); /* there may be no control link that closes */
     return got > 0 ? (size_t)got : 0;
 }
 
 static size_t p2p_readable(void *channel) {
     struct zpp_net_peer *peer = channel;
-    if (peer->inbox_at == peer->inbox_end) peer->inbox_at = peer->inbox_end = 0;
-    if (peer->inbox_end - peer->inbox_at < 64 && peer->inbox_at) {
-        memmove(peer->inbox, peer->inbox + peer->inbox_at, peer->inbox_end - peer->inbox_at);
-        peer->inbox_end -= peer->inbox_at;
-        peer->inbox_at = 0;
+    struct zpp_net_stream *stream = peer->stream;
+    if (stream->inbox_at == stream->inbox_end) stream->inbox_at = stream->inbox_end = 0;
+    if (stream->inbox_end - stream->inbox_at < 64 && stream->inbox_at) {
+        memmove(stream->inbox, stream->inbox + stream->inbox_at, stream->inbox_end - stream->inbox_at);
+        stream->inbox_end -= stream->inbox_at;
+        stream->inbox_at = 0;
     }
-    if (peer->inbox_end - peer->inbox_at < 64)
-        peer->inbox_end += pull(peer, peer->inbox + peer->inbox_end, ZPP_NET_P2P_BYTES - peer->inbox_end);
-    return peer->inbox_end - peer->inbox_at;
+    if (stream->inbox_end - stream->inbox_at < 64)
+        stream->inbox_end += pull(peer, stream->inbox + stream->inbox_end, ZPP_NET_P2P_BYTES - stream->inbox_end);
+    return stream->inbox_end - stream->inbox_at;
 }
 
 static size_t p2p_read(void *channel, void *dst, size_t bytes) {
     struct zpp_net_peer *peer = channel;
-    size_t there = peer->inbox_end - peer->inbox_at;
+    struct zpp_net_stream *stream = peer->stream;
+    size_t there = stream->inbox_end - stream->inbox_at;
     if (!there && bytes >= ZPP_NET_P2P_BYTES && dst) return pull(peer, dst, bytes);
     if (!there) there = p2p_readable(peer);
     const size_t taken = there < bytes ? there : bytes;
-    if (dst && taken) memcpy(dst, peer->inbox + peer->inbox_at, taken);
-    peer->inbox_at += taken;
+    if (dst && taken) memcpy(dst, stream->inbox + stream->inbox_at, taken);
+    stream->inbox_at += taken;
     return taken;
 }
 
@@ -358,6 +464,6 @@ static bool p2p_damaged(void *channel) {
 
 static bool p2p_flushed(void *channel) { return push_stash(channel); }
 
-const struct zpp_channel_ops zpp_channels_tcp = {p2p_open, p2p_open,     p2p_close,    p2p_write,
+const struct zpp_channel_ops zpp_channels_tcp = {p2p_open, p2p_accept,   p2p_close,    p2p_write,
                                                  p2p_read, p2p_readable, p2p_writable, p2p_damaged,
                                                  p2p_flushed};

@@ -8,6 +8,10 @@
  *             `control_link_lock`
  *   p2p       the byte channel of send and receive (p2p.c); used under p2p.c's lock
  *   data      collectives, by the thread that runs collectives
+ *
+ * A full group makes all of them when it is created. In a sparse group each rank has control links to the ranks at its
+ * place on the hosts 1, 2, 4, ... before and after its own, which pass comm errors on; the other links are made when
+ * they are first needed, and the p2p link goes one way, from the rank that made it.
  */
 #ifndef ZPP_COMM_NET_H
 #define ZPP_COMM_NET_H
@@ -32,22 +36,31 @@ struct zpp_hosts {
     int hosts, mine;
     int host_of[ZPP_RANKS_MAX], index_of[ZPP_RANKS_MAX]; /* of each rank: its host, its place there */
     int count[ZPP_RANKS_MAX];                            /* of each host: its number of ranks */
-    int rank_at[ZPP_RANKS_MAX][ZPP_RANKS_MAX];           /* [host][place] */
+    int first[ZPP_RANKS_MAX], order[ZPP_RANKS_MAX];      /* of each host: where its ranks begin in `order` */
     bool even;                                           /* all hosts have equally many */
+};
+static inline int zpp_rank_at(const struct zpp_hosts *hosts, int host, int place) {
+    return hosts->order[hosts->first[host] + place];
+}
+/* Complete `hosts` of its number of hosts, host_of[] of `ranks` ranks, and the rank that asks. */
+void zpp_hosts_count(struct zpp_hosts *hosts, int ranks, int rank);
+
+/* The bytes of send and receive with one peer, made at the first send or receive. */
+struct zpp_net_stream {
+    uint8_t stash[64]; /* bytes of a header that the socket did not take */
+    size_t stash_bytes, inbox_at, inbox_end;
+    uint8_t inbox[ZPP_NET_P2P_BYTES];
 };
 
 struct zpp_net_peer {
-    int link[ZPP_NET_SLOTS_MAX];
-    int data_links;
-    _Atomic uint64_t gone_ns, heard_ns; /* when it left or died (0: neither), when bytes last came from it */
-    struct zpp_control_link control;    /* the part of a frame that has come; watcher only */
-    /* p2p */
-    uint8_t stash[64]; /* bytes of a header that the socket did not take */
-    size_t stash_bytes;
-    uint8_t *inbox; /* [ZPP_NET_P2P_BYTES] */
-    size_t inbox_at, inbox_end;
+    _Atomic int link[ZPP_NET_SLOTS_MAX];  /* -1: not made (yet) */
+    _Atomic int p2p_in;                   /* what the peer sends comes over; in a full group link[ZPP_NET_P2P] */
+    int data_links, rank;
+    _Atomic uint32_t left;                /* it said farewell */
+    _Atomic uint64_t gone_ns, heard_ns;   /* when it left or died (0: neither), when bytes last came from it */
+    struct zpp_control_link *control;     /* the part of a frame that has come; watcher only; NULL: no control link */
+    struct zpp_net_stream *stream;        /* p2p */
     struct zpp_comm *comm;
-    int rank;
 };
 
 struct zpp_net {
@@ -58,11 +71,16 @@ struct zpp_net {
     pthread_t watcher;
     bool watching;
     int epoll, stop;    /* stop: an eventfd */
-    char interface[32]; /* of the connections; watcher only, as the next two */
+    int made;           /* sparse: an eventfd, raised when a peer made a link */
+    char interface[32]; /* of the connections; watcher only, as the next three */
+    bool asked;         /* `interface` is known */
     int farther;        /* the lowest rank reached through it */
     uint64_t no_link_ns; /* when its link was lost; 0: it has one */
+    void *mirror;        /* base[] of ranks elsewhere */
     uint8_t *scratch;
     size_t scratch_bytes;
+    struct zpp_flow *flows; /* of the collective in progress */
+    size_t flows_most;
     uint64_t received_bytes;                              /* by collectives, so far */
     _Atomic uint64_t network_bytes[ZPP_TRAFFIC_KINDS];    /* part of traffic_bytes that came over the network */
 };
@@ -95,6 +113,36 @@ bool zpp_net_same_mac(uint64_t a, uint64_t b); /* in constant time */
 /* --- net_join.c: make the connections; net.c: what holds them ---------------------------------------------------- */
 zpp_status zpp_net_connect(struct zpp_comm *comm, const struct zpp_network_options *options,
                            const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_err *err);
+/* Make the listener of a sparse group, comm->door, which the watcher serves later; comm owns it. `out` is what other
+ * ranks have to know of it. */
+struct zpp_door_address {
+    uint32_t family, links;
+    uint8_t address[16];
+    uint16_t port, zero[3];
+};
+zpp_status zpp_door_open(struct zpp_comm *comm, const struct zpp_network_options *options, struct zpp_door_address *out,
+                         struct zpp_err *err);
+void zpp_door_close(struct zpp_comm *comm);
+/* Where every rank of a sparse group is. The addresses follow the entries. */
+struct zpp_directory {
+    uint32_t magic, family, links, addresses, hosts, zero;
+    uint8_t secret[ZPP_NET_SECRET_BYTES]; /* of the group */
+    struct zpp_directory_entry {
+        uint16_t host, address, port, zero;
+        int32_t pid;
+    } entry[]; /* [ranks] */
+};
+static inline size_t zpp_directory_bytes(int ranks, size_t addresses) {
+    return sizeof(struct zpp_directory) + (size_t)ranks * sizeof(struct zpp_directory_entry) + 16 * addresses;
+}
+void zpp_door_direct(struct zpp_comm *comm, struct zpp_directory *directory); /* new; the door owns it */
+int zpp_door_epoll(const struct zpp_comm *comm);                              /* readable: serve */
+int zpp_door_links(const struct zpp_comm *comm);                              /* data links of each pair */
+void zpp_door_serve(struct zpp_comm *comm); /* the watcher's: answer those that call, close those that took too long */
+/* Sparse: make these links to `rank`, where they are missing and this rank is the one to call. */
+zpp_status zpp_net_reach(struct zpp_wait_ctx *wait_ctx, int rank, int first_slot, int end_slot, struct zpp_err *err);
+/* A link was made. `incoming`: by the peer. The group owns `fd`, whatever is returned. */
+zpp_status zpp_net_attach(struct zpp_comm *comm, int rank, int slot, bool incoming, int fd, struct zpp_err *err);
 /* Make comm->net, with the caller's `hosts`, connections and a watcher. comm owns it; zpp_net_destroy also accepts a
  * half-built one. */
 zpp_status zpp_net_create(struct zpp_comm *comm, const struct zpp_hosts *hosts,
@@ -150,6 +198,8 @@ size_t zpp_flow_ring_bytes(const struct zpp_comm *comm);
  * the array. `step` (may be NULL) is called whenever bytes have come. wait_ctx->comm is the whole group. */
 zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
                          void *ctx, struct zpp_err *err);
+/* Return `count` flows, kept for the next call. */
+zpp_status zpp_net_flows(struct zpp_comm *comm, size_t count, struct zpp_flow **out, struct zpp_err *err);
 /* Return scratch of at least `bytes`, page aligned, kept for the next call. */
 zpp_status zpp_net_scratch(struct zpp_comm *comm, size_t bytes, uint8_t **out, struct zpp_err *err);
 
@@ -164,6 +214,11 @@ struct zpp_hier {
     struct zpp_wait_ctx before, internode, after; /* inside the host, over the network, inside the host again */
     int me, place, locals;                        /* this rank, its place on its host, the ranks of this host */
 };
+/* Sparse: bytes of one rank a host that travel in log2(hosts) messages, if they all fit. */
+enum { ZPP_SHARED_BYTES = 1 << 20 };
+/* `blocks` has one block of `bytes` for each host, the first of which is this rank's. Fill block k with that of the
+ * rank at this place, k hosts further, in log2(hosts) messages. `part` and the 16 after it number the transfers. */
+zpp_status zpp_hier_share(struct zpp_hier *hier, uint8_t *blocks, size_t bytes, uint32_t part, struct zpp_err *err);
 zpp_status zpp_hier_all_reduce(struct zpp_hier *hier, struct zpp_err *err);
 zpp_status zpp_hier_reduce(struct zpp_hier *hier, struct zpp_err *err);
 zpp_status zpp_hier_reduce_scatter(struct zpp_hier *hier, struct zpp_err *err);

@@ -18,7 +18,7 @@
 
 #include "net.h"
 
-enum { CHUNK_BYTES = 256 * 1024, STRIPED_BYTES = 512 * 1024, SPINS = 64 };
+enum { CHUNK_BYTES = 256 * 1024, STRIPED_BYTES = 512 * 1024, SPINS = 64, POLLED_MAX = 2048 };
 
 struct run {
     struct zpp_wait_ctx *wait_ctx;
@@ -159,6 +159,14 @@ static zpp_status check_header(struct run *run, const struct zpp_flow *flow, int
 }
 
 
+/* In a sparse group, a rank that leaves says so on its data links, too. */
+static bool is_farewell(const struct run *run, const uint8_t *raw) {
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    struct zpp_frame came;
+    return run->comm->door && zpp_frame_check(raw, run->comm->ranks, &came, &ignored) == ZPP_OK &&
+           came.kind == ZPP_FRAME_FAREWELL;
+}
+
 static zpp_status receive_header(struct run *run, struct zpp_flow *flow, int link, bool *moved, struct zpp_err *err) {
     uint8_t raw[ZPP_FRAME_BYTES];
     /* Peek until the frame is whole: then one read takes it, and no part is kept between calls. */
@@ -166,6 +174,11 @@ static zpp_status receive_header(struct run *run, struct zpp_flow *flow, int lin
     if (there == 0 || (there < 0 && errno != EAGAIN && errno != EINTR)) connection_ended(run, flow, link);
     if (there < (ssize_t)sizeof raw) return ZPP_OK;
     if (recv(fd_of(run, flow, link), raw, sizeof raw, MSG_DONTWAIT) != (ssize_t)sizeof raw) return ZPP_OK;
+    if (is_farewell(run, raw)) {
+        atomic_store(&run->comm->net->peer[flow->peer].left, 1);
+        connection_ended(run, flow, link);
+        return ZPP_OK;
+    }
     *moved = true;
     flow->link[link].header_bytes = sizeof raw;
     return check_header(run, flow, link, raw, err);
@@ -198,7 +211,10 @@ static uint8_t open_links(struct run *run, const struct zpp_flow *flow) {
         if (!link_finished(flow, link)) wanted |= (uint8_t)(1u << link);
     const uint8_t open = wanted & (uint8_t)~run->taken[flow->out][flow->peer];
     run->taken[flow->out][flow->peer] |= wanted;
-    return open & (uint8_t)~run->closed[flow->peer];
+    uint8_t made = 0; /* in a sparse group the peer may have to make it */
+    for (int link = 0; link < ZPP_NET_DATA_MAX && open >> link; link++)
+        if (fd_of(run, flow, link) >= 0) made |= (uint8_t)(1u << link);
+    return open & made & (uint8_t)~run->closed[flow->peer];
 }
 
 static zpp_status move_all(struct run *run, bool *moved, bool *all, struct zpp_err *err) {
@@ -221,20 +237,33 @@ static zpp_status move_all(struct run *run, bool *moved, bool *all, struct zpp_e
     return ZPP_OK;
 }
 
+/* Add the open connections that a flow can use to what is polled; return how many those are. */
+static nfds_t poll_flow(const struct run *run, const struct zpp_flow *flow, uint8_t open, struct pollfd *polled,
+                        nfds_t count) {
+    for (int link = 0; link < ZPP_NET_DATA_MAX && open >> link && count + 1 < POLLED_MAX; link++) {
+        if (!(open >> link & 1)) continue;
+        if (flow->link[link].header_bytes == ZPP_FRAME_BYTES && !chunk_left(flow, link)) continue;
+        polled[count++] = (struct pollfd){fd_of(run, flow, link), flow->out ? POLLOUT : POLLIN, 0};
+    }
+    return count;
+}
+
+/* Sleep until a connection can be used, or a peer of a sparse group has made one. */
 static void sleep_on_sockets(struct run *run) {
-    struct pollfd polled[256];
+    struct pollfd polled[POLLED_MAX];
     nfds_t count = 0;
+    uint64_t made;
+    bool unmade = false;
     memset(run->taken, 0, sizeof run->taken);
     for (size_t i = 0; i < run->count; i++) {
         const struct zpp_flow *flow = &run->flows[i];
         const uint8_t open = open_links(run, flow);
-        for (int link = 0; link < ZPP_NET_DATA_MAX && open >> link && count < 256; link++) {
-            if (!(open >> link & 1)) continue;
-            if (flow->link[link].header_bytes == ZPP_FRAME_BYTES && !chunk_left(flow, link)) continue;
-            polled[count++] = (struct pollfd){fd_of(run, flow, link), flow->out ? POLLOUT : POLLIN, 0};
-        }
+        unmade = unmade || (run->comm->door && !open && !finished(run, flow));
+        count = poll_flow(run, flow, open, polled, count);
     }
+    if (unmade) polled[count++] = (struct pollfd){run->comm->net->made, POLLIN, 0};
     (void)poll(polled, count, 100);
+    if (unmade && read(run->comm->net->made, &made, sizeof made) < 0) return; /* none was made */
 }
 
 /* Return the rank that the flows wait for: a peer that is gone, if there is one, or a rank that died on the host of an
@@ -282,13 +311,20 @@ size_t zpp_flow_ring_bytes(const struct zpp_comm *comm) {
     return (size_t)(2 * links) * CHUNK_BYTES;
 }
 
-static void begin(struct run *run) {
+static zpp_status begin(struct run *run, struct zpp_err *err) {
     for (size_t i = 0; i < run->count; i++) {
         const struct span span = links_of(run, &run->flows[i]);
+        const int peer = run->flows[i].peer;
+        const zpp_status status =
+            run->comm->door
+                ? zpp_net_reach(run->wait_ctx, peer, ZPP_NET_DATA + span.first, ZPP_NET_DATA + span.end, err)
+                : ZPP_OK;
+        if (status != ZPP_OK) return status;
         for (int link = span.first; link < span.end; link++)
             run->flows[i].link[link].at_bytes = (size_t)(link - span.first) * CHUNK_BYTES;
     }
     run->looked_ns = zpp_now_ns();
+    return ZPP_OK;
 }
 
 zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, size_t count, void (*step)(void *ctx),
@@ -296,8 +332,7 @@ zpp_status zpp_flows_run(struct zpp_wait_ctx *wait_ctx, struct zpp_flow *flows, 
     struct run run = {.wait_ctx = wait_ctx, .comm = wait_ctx->comm, .flows = flows, .count = count};
     bool all = count == 0, gone = false;
     int spins = 0, rank = count ? flows[0].peer : ZPP_NO_RANK;
-    zpp_status status = ZPP_OK;
-    begin(&run);
+    zpp_status status = begin(&run, err);
     while (status == ZPP_OK && !all) {
         bool moved = false;
         status = move_all(&run, &moved, &all, err);

@@ -22,8 +22,9 @@ zpp_status zpp_local_create(struct zpp_comm *comm, struct zpp_comm **out, struct
     local->arenas = NULL;
     local->async = NULL;
     local->p2p = NULL;
+    local->door = NULL;
     for (int k = 0; k < ZPP_RANKS_MAX; k++) {
-        const int rank = k < local->ranks ? hosts->rank_at[hosts->mine][k] : -1;
+        const int rank = k < local->ranks ? zpp_rank_at(hosts, hosts->mine, k) : -1;
         local->outer_rank[k] = rank;
         local->base[k] = rank >= 0 ? comm->base[rank] : NULL;
         local->peer[k] = (struct zpp_peer){-1, -1, rank >= 0 ? comm->peer[rank].pid : 0, NULL};
