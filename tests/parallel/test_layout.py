@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -48,9 +49,8 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "stage"), MESHES)
-@on_ranks(4)
-def test_within_three_percent_of_what_a_mesh_holds(sizes: dict[str, int], stage: int) -> None:
+def check_bytes(sizes: dict[str, int], stage: int) -> None:
+    """Two steps on a mesh: the ranks hold what the estimate said, within three percent."""
     config, micro = zeropp.Config(stage=stage, host_copy="off"), 4
     with torch.device("meta"):
         said = zeropp.estimate(llama(), config, mesh=sizes, micro_batches=micro if "pp" in sizes else 1)
@@ -82,6 +82,50 @@ def test_within_three_percent_of_what_a_mesh_holds(sizes: dict[str, int], stage:
     others = said["stages"][place] - max(said["stages"])  # the fullest stage is the one that is described
     if others == 0 and (0 if "tp" not in sizes else mesh.get_local_rank("tp")) == 0:
         assert here == pytest.approx(wanted, rel=WITHIN), (held, said)
+
+
+@pytest.mark.parametrize(("sizes", "stage"), MESHES)
+@on_ranks(4)
+def test_within_three_percent_of_what_a_mesh_holds(sizes: dict[str, int], stage: int) -> None:
+    check_bytes(sizes, stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 4, "dp": 2}, {"pp": 2, "dp": 4}, {"dp": 4, "tp": 2}]
+)
+@on_ranks(8)
+def test_within_three_percent_of_what_eight_ranks_hold(sizes: dict[str, int], stage: int) -> None:
+    check_bytes(sizes, stage)
+
+
+def layouts_of_eight() -> list[dict[str, int]]:
+    """Every way to write 8 as pp x dp x sp x tp for a model with two heads of keys."""
+    powers = (1, 2, 4, 8)
+    found = [
+        {"pp": pp, "dp": dp, "sp": sp, "tp": tp} for pp in powers for dp in powers for sp in powers for tp in (1, 2)
+    ]
+    return [sizes for sizes in found if math.prod(sizes.values()) == 8]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_layout_of_eight_ranks_has_the_bytes_of_the_formulas(stage: int) -> None:
+    """In fp32 with Adam, own parameters Psi / (p t) and N = dp sp data ranks: parameters 4, gradients 4, moments 8 bytes, of
+    which stage 1 partitions the moments, stage 2 the gradients too, and stage 3 everything (Rajbhandari et al. 2020)."""
+    with torch.device("meta"):
+        model = llama(8)
+    for sizes in layouts_of_eight():
+        said = zeropp.estimate(model, zeropp.Config(stage=stage, host_copy="off"), mesh=sizes, micro_batches=8)
+        own, data = said["parameters"], sizes["dp"] * sizes["sp"]
+        partitioned = {"optimizer": 8, "grads": 4 * (stage >= 2), "params": 4 * (stage == 3)}
+        replicated = {"grads": 4 * (stage == 1), "params": 4 * (stage < 3)}
+        wanted = sum(partitioned.values()) * own / data + sum(replicated.values()) * own
+        if data == 1 and sizes["pp"] > 1:
+            wanted += 4 * own  # what autograd adds up lies beside what the step reads
+        held = sum(said["cpu"][kind] for kind in ("params", "grads", "master", "optimizer"))
+        in_use = said["largest_unit"] if stage == 3 and data > 1 else 0  # gathered, or small parameters that stay whole
+        assert wanted * (1 - WITHIN) <= held <= wanted * (1 + WITHIN) + in_use, (sizes, said)
 
 
 def test_every_layout_of_eight_ranks_adds_up() -> None:

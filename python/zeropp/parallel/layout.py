@@ -10,13 +10,15 @@ Bytes a rank (16-bit values, fp32 master and Adam; Psi parameters, N = dp sp dat
     stage 1    4 Psi/(pt) + 12 Psi/(ptN)     stage 2    2 Psi/(pt) + 14 Psi/(ptN)     stage 3    16 Psi/(ptN)
 
 Seconds a step: operations (6 Psi + 6 layers width tokens) a token; the bubble (p-1)/M of them; what tp, sp and stages send; what
-of ZeRO's gathers and reductions does not hide behind 0.8 of the computation; and the states' way through their tier.
+of ZeRO's gathers and reductions does not hide behind 0.8 of the computation; the states' way through their tier; and the
+latency of every message that something waits for, as benchmarks/scale.py counts them (docs/design/0046-what-grows-with-ranks.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,8 @@ from zeropp.errors import ConfigError, counted, shown
 G = 1e9
 LINKS = {"host": 100.0, "network": 25.0, "host_memory": 100.0, "nvme": 5.0}
 """10^9 bytes a second: between two ranks of a host; of a host's network; of a host's memory; of its disks."""
+LATENCY = {"host": 2e-6, "network": 20e-6}
+"""Seconds that a message takes, besides its bytes."""
 NEAR = 1.02
 """Of layouts within this factor of the fastest, the simplest is chosen."""
 _USABLE = 0.92  # of the memory of a rank; the rest is the runtime's
@@ -308,16 +312,25 @@ def _seconds(one: Layout, facts: Facts, cluster: Cluster, sequence: int, tokens:
     pipelined = one.pp > 1
     gathers = 2 * one.micro_batches if one.stage == 3 else 1
     reduces = 1 if pipelined or one.stage == 1 else one.micro_batches
-    zero = _over(2 * own, data, one, cluster) * (gathers + reduces)
+    zero = (_over(2 * own, data, one, cluster) + facts.layers / one.pp * _latency(data, one, cluster)) * (
+        gathers + reduces
+    )
     tier = _OFFLOAD[one.offload]
+    waits = {
+        "tp": 2 * LATENCY["host"] * (one.tp > 1),
+        "sp": 2 * LATENCY["host" if inside else "network"] * (one.sp > 1),
+    }
     return {
         "compute": compute,
         "bubble": bubble,
-        "tp": layers * 2 * passes * 2 * (one.tp - 1) / one.tp * tokens * width * 2 / links["host"],
-        "sp": layers * passes * (one.sp - 1) / one.sp * heads * 2 / (links["host"] if inside else cluster.network),
+        "tp": layers * 2 * passes * (2 * (one.tp - 1) / one.tp * tokens * width * 2 / links["host"] + waits["tp"]),
+        "sp": layers
+        * passes
+        * ((one.sp - 1) / one.sp * heads * 2 / (links["host"] if inside else cluster.network) + waits["sp"]),
         "zero": max(0.0, zero - _HIDDEN * (compute + bubble)),
         "optimizer": 0.0 if tier is None else 12 * 2 * own / data * cluster.per_host / links[tier],
-        "pp": pipelined * 2 * one.micro_batches * tokens * width * 2 / cluster.network * 0.2,
+        "pp": pipelined * 2 * one.micro_batches * (tokens * width * 2 / cluster.network * 0.2 + LATENCY["network"]),
+        "control": _control(cluster),
     }
 
 
@@ -326,6 +339,19 @@ def _over(size: float, data: int, one: Layout, cluster: Cluster) -> float:
     local = max(1, min(data, cluster.per_host // one.tp))
     hosts = max(1, data // local)
     return (local - 1) / local * size / cluster.links["host"] + (hosts - 1) / hosts * size / local / cluster.network
+
+
+def _latency(data: int, one: Layout, cluster: Cluster) -> float:
+    """Return the seconds of a long gather or reduction without bytes: a message within each host, and one between hosts."""
+    if data == 1:
+        return 0.0
+    return LATENCY["host"] + LATENCY["network"] * (data > cluster.per_host // one.tp)
+
+
+def _control(cluster: Cluster) -> float:
+    """Return the seconds of a step's norm and vote, which all ranks wait for: log2(hosts) messages each."""
+    rounds = math.ceil(math.log2(cluster.hosts))
+    return 2 * (rounds * LATENCY["network"] + 2 * LATENCY["host"])
 
 
 def table(found: list[Layout], sequence: int, batch: int) -> str:
