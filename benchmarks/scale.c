@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What grows with the ranks of a group: scale RANKS HOSTS LATENCY_US BYTES_PER_US FULL_RANKS. The ranks are threads of a few processes
- * over the product's own rendezvous, sockets and control memory; the store is a table that counts. Hosts talk over the
- * loopback. Every send and receive of the product is wrapped here: it is counted, and carries simulated time. A message
- * arrives LATENCY_US + bytes / BYTES_PER_US after the simulated time of its sender, and takes the clock of the receiver
- * there, if that is earlier. Ranks of a host that exchange signatures leave with the latest of their clocks; else what
- * happens inside a host takes no simulated time.
+ * What grows with the ranks of a group: scale RANKS HOSTS LATENCY_US BYTES_PER_US FULL_RANKS. The ranks are threads of
+ * a few processes over the product's own rendezvous, sockets and control memory; the store is a table that counts.
+ * Hosts talk over the loopback. Every send and receive of the product is wrapped here: it is counted, and carries
+ * simulated time. A message arrives LATENCY_US + bytes / BYTES_PER_US after the simulated time of its sender, and
+ * takes the clock of the receiver there, if that is earlier. Ranks of a host that exchange signatures leave with the
+ * latest of their clocks; else what happens inside a host takes no simulated time.
  *
- * Prints one line. Counts are of the whole group, unless they say otherwise: of the store, of descriptors, kB of memory;
- * messages, bytes and counters of a barrier and of an all-reduce of 8 bytes, the most messages that one rank sends;
- * microseconds of the start, and of both in simulated and in real time; milliseconds until all have heard of a rank that
- * died.
+ * Prints one line. Counts are of the whole group, unless they say otherwise: of the store, of descriptors, kB of
+ * memory; messages, bytes and counters of a barrier and of an all-reduce of 8 bytes, the most messages that one rank
+ * sends; microseconds of the start, and of both in simulated and in real time; milliseconds until all have heard of a
+ * rank that died.
  */
 #include <dirent.h>
 #include <netinet/in.h>
@@ -27,7 +27,7 @@
 
 enum { RANKS_MOST = ZPP_RANKS_MAX, STEPS = 5, STACK_BYTES = 1 << 20, PROCESS_RANKS = 64 };
 
-/* --- the store, counted: a table in memory that all processes share ------------------------------------------------- */
+/* --- the store, counted: a table in memory that all processes share ----------------------------------------------- */
 
 enum { KEYS = 8192, KEY_BYTES = 48, VALUES_BYTES = 64 << 20 };
 
@@ -87,7 +87,7 @@ static zpp_status counted_get(void *ctx, const char *key, void *bytes, size_t *c
     return ZPP_OK;
 }
 
-/* --- the network, counted and timed -------------------------------------------------------------------------------- */
+/* --- the network, counted and timed ------------------------------------------------------------------------------- */
 
 /* One direction of a connection: which of its bytes arrive when. */
 struct direction {
@@ -245,7 +245,7 @@ int __wrap_listen(int fd, int most) {
     return __real_listen(fd, most);
 }
 
-/* --- figures ------------------------------------------------------------------------------------------------------- */
+/* --- figures ------------------------------------------------------------------------------------------------------ */
 
 static double now_us(void) {
     struct timespec now;

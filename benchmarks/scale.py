@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What grows with the ranks of a group, from 4 to 1,024, over the product's own rendezvous, sockets and control memory.
+"""Measure what grows with the ranks of a group, 4 to 1,024, over the product's rendezvous, sockets and control memory.
 
-The ranks are threads of a few processes (scale.c), and nothing of the control path is a model. Only the network between hosts is
-simulated: the loopback carries its bytes, every message is counted, and arrives in simulated time after a stated latency and
-at a stated bandwidth. The peer is a *full* group, in which every rank reads every endpoint and every pair of hosts' ranks connects:
-measured up to 64 ranks, counted by its formulas above. Every row has all figures of its size as further fields: per rank the
-values and bytes read from the store, descriptors, kB of memory, messages, control bytes and counters of a barrier and of an
-all-reduce of 8 bytes; microseconds of the start and of both, real and simulated; milliseconds until all have heard of a rank
-that died. Counts are exact. Real times of hundreds of threads on a few cores are upper bounds.
+The ranks are threads of a few processes (scale.c), and nothing of the control path is a model. Only the network between
+hosts is simulated: the loopback carries its bytes, every message is counted, and arrives in simulated time after a
+stated latency and at a stated bandwidth. The peer is a *full* group, in which every rank reads every endpoint and every
+pair of hosts' ranks connects: measured up to 64 ranks, counted by its formulas above. Every row has all figures of its
+size as further fields: per rank the values and bytes read from the store, descriptors, kB of memory, messages, control
+bytes and counters of a barrier and of an all-reduce of 8 bytes; microseconds of the start and of both, real and
+simulated; milliseconds until all have heard of a rank that died. Counts are exact. Real times of hundreds of threads on
+a few cores are upper bounds.
 
 docs/design/0046-what-grows-with-ranks.md has the figures, and what they leave out.
 """
