@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,15 @@ def test_long_sequences_and_slow_networks_want_dimensions() -> None:
         (big(80, 8192, 64, 28672), {"memory": 8e9}, "nothing fits on 8 ranks; the nearest is"),
         (nn.Linear(2, 2), {}, "Linear has no num_hidden_layers"),
         (big(32, 4096, 32, 14336), {"links": {"wire": 3.0}}, "links has 'wire'; wanted host, network"),
+        (big(32, 4096, 32, 14336), {"links": {"netwrk": 3.0}}, "did you mean 'network'"),
+        (
+            big(32, 4096, 32, 14336),
+            {"links": {"network": "fast"}},
+            "links['network'] 'fast' is not allowed; wanted a number",
+        ),
+        (big(32, 4096, 32, 14336), {"links": 3.0}, "links 3.0 is not allowed; wanted numbers by name"),
+        (big(32, 4096, 32, 14336), {"memory": "80GB"}, "memory '80GB' is not allowed; wanted a number above 0"),
+        (big(32, 4096, 32, 14336), {"host_memory": 0}, "host_memory 0 is not allowed; wanted a number above 0"),
         (big(32, 4096, 32, 14336), {"hosts": 3}, "8 ranks on 3 hosts; wanted as many on each"),
     ],
 )
@@ -218,3 +228,14 @@ def test_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert "wanted 10^9 bytes a second" in capsys.readouterr().err
     assert main(["estimate", str(folder), "--mesh", "pp=2", "dp=4", "--micro-batches", "4"]) == 0
     assert "on 8 ranks; bytes of the fullest rank" in capsys.readouterr().out
+
+
+def test_the_example_of_the_documentation() -> None:
+    """The block of docs/parallel.md runs as it stands, and prints a mesh, a stage and what the second layout lost by."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    block = next(found for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "zeropp.layout(" in found)
+    names: dict[str, Any] = {"zeropp": zeropp, "model": big(80, 8192, 64, 28672)}
+    exec(block, names)
+    chosen, second, *_ = names["found"]
+    assert chosen.dp * chosen.sp * chosen.tp * chosen.pp == 64 and chosen.lost_by == ""
+    assert re.search(r"[+-]", second.lost_by)

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeropp.config.values import nearest as close_name
 from zeropp.errors import ConfigError, counted, shown
 
 G = 1e9
@@ -158,17 +159,22 @@ def layout(
             figures of a transformer.
     """
     counts = {"ranks": ranks, "hosts": hosts, "sequence": sequence, "batch": batch, "most": most}
-    _check(counts, {"memory": memory, "tflops": tflops, "host_memory": host_memory or memory})
+    if not isinstance(links, Mapping | None):
+        raise ConfigError(f"layout: links {shown(links)} is not allowed; wanted numbers by name: {', '.join(LINKS)}")
     strange = [name for name in links or () if name not in LINKS]
     if strange:
-        raise ConfigError(f"layout: links has {strange[0]!r}; wanted {', '.join(LINKS)}")
+        raise ConfigError(f"layout: links has {strange[0]!r}; wanted {', '.join(LINKS)}{close_name(strange[0], LINKS)}")
+    per_host_bytes = {} if host_memory is None else {"host_memory": host_memory}
+    given = {f"links[{name!r}]": speed for name, speed in (links or {}).items()}
+    _check(counts, {"memory": memory, "tflops": tflops, **per_host_bytes, **given})
     speeds = {name: G * (links or {}).get(name, usual) for name, usual in LINKS.items()}
     per_host = ranks // hosts
-    cluster = Cluster(hosts, per_host, memory, host_memory or 4 * memory * per_host, tflops * 1e12, speeds)
+    bytes_a_host = 4 * memory * per_host if host_memory is None else host_memory
+    cluster = Cluster(hosts, per_host, memory, bytes_a_host, tflops * 1e12, speeds)
     return _ranked(_facts_of(model), cluster, sequence, batch, most)
 
 
-def _check(counts: Mapping[str, Any], amounts: Mapping[str, float]) -> None:
+def _check(counts: Mapping[str, Any], amounts: Mapping[str, Any]) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"layout: {name} {shown(value)} is not allowed; wanted a whole number above 0")
@@ -176,7 +182,7 @@ def _check(counts: Mapping[str, Any], amounts: Mapping[str, float]) -> None:
         hosts = counted(counts["hosts"], "host")
         raise ConfigError(f"layout: {counted(counts['ranks'], 'rank')} on {hosts}; wanted as many on each")
     for name, amount in amounts.items():
-        if not 0 < amount < float("inf"):
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < float("inf"):
             raise ConfigError(f"layout: {name} {shown(amount)} is not allowed; wanted a number above 0")
 
 
