@@ -224,7 +224,8 @@ struct zpp_hosts;
 zpp_status zpp_rendezvous(struct zpp_comm *comm, const struct zpp_network_options *network,
                           const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_hosts *hosts,
                           struct zpp_err *err);
-/* Put this rank's entry of such a name into the store; read that of `rank`. `*bytes` in: capacity; out: length. */
+/* store.c: put this rank's entry of such a name into the store; read that of `rank`. `*bytes` in: capacity; out:
+ * length. */
 zpp_status zpp_store_publish(const struct zpp_comm *comm, const struct zpp_store *store, const char *name,
                              const void *entry, size_t bytes, struct zpp_err *err);
 zpp_status zpp_store_read(const struct zpp_comm *comm, const struct zpp_store *store, const char *name, int rank,

@@ -56,22 +56,6 @@ static zpp_status random_bytes(void *out, size_t bytes, struct zpp_err *err) {
     return zpp_fail_os(err, errno, "comm: no random bytes for the secret of the group");
 }
 
-zpp_status zpp_store_publish(const struct zpp_comm *comm, const struct zpp_store *store, const char *name,
-                             const void *entry, size_t bytes, struct zpp_err *err) {
-    char key[32];
-    snprintf(key, sizeof key, "zpp/%s/%d", name, comm->rank);
-    return store->set(store->ctx, key, entry, bytes, err);
-}
-
-zpp_status zpp_store_read(const struct zpp_comm *comm, const struct zpp_store *store, const char *name, int rank,
-                          void *entry, size_t *bytes, struct zpp_err *err) {
-    char key[32];
-    snprintf(key, sizeof key, "zpp/%s/%d", name, rank);
-    const zpp_status status = store->get(store->ctx, key, entry, bytes, comm->timeout_ns, err);
-    if (status != ZPP_OK && err) err->rank = rank;
-    return status;
-}
-
 static socklen_t abstract_address(struct sockaddr_un *address, const char *name) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
@@ -116,21 +100,6 @@ static zpp_status make_endpoint(struct rendezvous *rendezvous, const struct zpp_
                                                                               "?");
     endpoint->full_ranks = (uint32_t)full_ranks(network);
     return listen_here(rendezvous, endpoint, err);
-}
-
-zpp_status zpp_endpoint_check(const struct zpp_comm *comm, const struct zpp_endpoint *own,
-                              const struct zpp_endpoint *endpoint, size_t bytes, int rank, struct zpp_err *err) {
-    if (bytes != sizeof *endpoint || endpoint->magic != ZPP_ENDPOINT_MAGIC || endpoint->rank != (uint32_t)rank ||
-        endpoint->base_bytes != own->base_bytes || endpoint->full_ranks != own->full_ranks)
-        return zpp_fail_rank(err, ZPP_PEER, rank,
-                             "comm: the store holds an endpoint of %zu bytes for rank %d that this version of zeropp "
-                             "does not know (wanted %zu); run the same zeropp on all ranks",
-                             bytes, rank, sizeof *endpoint);
-    if (endpoint->ranks != own->ranks)
-        return zpp_fail_rank(err, ZPP_PEER, rank,
-                             "comm: rank %d says that group \"%s\" has %u ranks, but rank %d says %d", rank, comm->name,
-                             endpoint->ranks, comm->rank, comm->ranks);
-    return ZPP_OK;
 }
 
 static zpp_status read_endpoint(struct rendezvous *rendezvous, const struct zpp_store *store, int rank,

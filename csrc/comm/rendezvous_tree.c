@@ -37,6 +37,21 @@ struct gathering {
     int count;
 };
 
+zpp_status zpp_endpoint_check(const struct zpp_comm *comm, const struct zpp_endpoint *own,
+                              const struct zpp_endpoint *endpoint, size_t bytes, int rank, struct zpp_err *err) {
+    if (bytes != sizeof *endpoint || endpoint->magic != ZPP_ENDPOINT_MAGIC || endpoint->rank != (uint32_t)rank ||
+        endpoint->base_bytes != own->base_bytes || endpoint->full_ranks != own->full_ranks)
+        return zpp_fail_rank(err, ZPP_PEER, rank,
+                             "comm: the store holds an endpoint of %zu bytes for rank %d that this version of zeropp "
+                             "does not know (wanted %zu); run the same zeropp on all ranks",
+                             bytes, rank, sizeof *endpoint);
+    if (endpoint->ranks != own->ranks)
+        return zpp_fail_rank(err, ZPP_PEER, rank,
+                             "comm: rank %d says that group \"%s\" has %u ranks, but rank %d says %d", rank, comm->name,
+                             endpoint->ranks, comm->rank, comm->ranks);
+    return ZPP_OK;
+}
+
 static int part_ranks(int rank, int ranks) { /* of the tree, from this rank down */
     int count = 0;
     for (long first = rank, last = rank; first < ranks; first = first * FAN + 1, last = last * FAN + FAN)

@@ -21,38 +21,15 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* How long bytes or a comm error of a peer may still arrive after one of its connections closed. */
-static const uint64_t GRACE_NS = 700000000u;
 /* How often the watcher checks the interface for a link, and how long the link may be missing (a cable is put
  * back). */
 enum { LINK_LOOK_MS = 500 };
-enum { STOP = ZPP_RANKS_MAX, DOOR }; /* in place of a rank, in what the watcher waits for */
 static const uint64_t NO_LINK_NS = 2500000000u;
 
 static void *mirror_memory(void) {
     void *memory = mmap(NULL, sizeof(struct zpp_control), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return memory == MAP_FAILED ? NULL : memory;
 }
-
-/* --- who is there ------------------------------------------------------------------------------------------------ */
-
-static void mark_gone(struct zpp_net_peer *peer) {
-    uint64_t there = 0;
-    atomic_compare_exchange_strong(&peer->gone_ns, &there, zpp_now_ns());
-}
-
-bool zpp_net_gone(const struct zpp_comm *comm, int rank) {
-    const struct zpp_net_peer *peer = &comm->net->peer[rank];
-    const uint64_t gone_ns = atomic_load(&peer->gone_ns), heard_ns = atomic_load(&peer->heard_ns);
-    if (!gone_ns) return false;
-    return zpp_now_ns() - (heard_ns > gone_ns ? heard_ns : gone_ns) >= GRACE_NS;
-}
-
-bool zpp_net_died(const struct zpp_comm *comm, int rank) {
-    return zpp_net_gone(comm, rank) && !zpp_peer_left(comm, rank);
-}
-
-void zpp_net_lost(struct zpp_comm *comm, int rank) { mark_gone(&comm->net->peer[rank]); }
 
 /* --- control links ----------------------------------------------------------------------------------------------- */
 
@@ -91,7 +68,7 @@ static void hear(struct zpp_comm *comm, int rank, const struct zpp_frame *frame,
         return;
     }
     atomic_store(&comm->net->peer[rank].left, 1);
-    mark_gone(&comm->net->peer[rank]);
+    zpp_net_lost(comm, rank);
 }
 
 /* Read all that is there: the connection is edge-triggered. */
@@ -115,7 +92,7 @@ static void read_control(struct zpp_comm *comm, int rank) {
         }
         hear(comm, rank, &frame, peer->control->text);
     }
-    mark_gone(peer);
+    zpp_net_lost(comm, rank);
     zpp_counter_add(&zpp_control(comm, comm->rank)->doorbell.counter);
 }
 
@@ -165,8 +142,8 @@ static void *watch(void *arg) {
         }
         for (int i = 0; i < count; i++) {
             const uint32_t rank = (uint32_t)(event[i].data.u64 >> 8), slot = (uint32_t)(event[i].data.u64 & 0xff);
-            if (rank == STOP) return NULL;
-            if (rank == DOOR)
+            if (rank == ZPP_WATCH_STOP) return NULL;
+            if (rank == ZPP_WATCH_DOOR)
                 zpp_door_serve(comm);
             else if (slot == ZPP_NET_CONTROL)
                 read_control(comm, (int)rank);
@@ -176,39 +153,6 @@ static void *watch(void *arg) {
     }
 }
 
-static zpp_status add_to_watch(struct zpp_net *net, int fd, uint64_t rank, int slot, struct zpp_err *err) {
-    struct epoll_event event = {
-        .events = EPOLLIN | (rank == DOOR ? 0 : EPOLLRDHUP | EPOLLET) | (slot == ZPP_NET_P2P ? EPOLLOUT : 0),
-        .data.u64 = rank << 8 | (uint64_t)slot,
-    };
-    if (epoll_ctl(net->epoll, EPOLL_CTL_ADD, fd, &event) == 0) return ZPP_OK;
-    return zpp_fail_os(err, errno, "comm: a connection cannot be watched (epoll)");
-}
-
-static void take_link(struct zpp_net_peer *peer, int slot, bool incoming, int fd) {
-    const bool one_way = peer->comm->door != NULL;
-    if (slot == ZPP_NET_P2P && (incoming || !one_way)) peer->p2p_in = fd;
-    if (slot != ZPP_NET_P2P || !incoming || !one_way) peer->link[slot] = fd;
-}
-
-zpp_status zpp_net_attach(struct zpp_comm *comm, int rank, int slot, bool incoming, int fd, struct zpp_err *err) {
-    struct zpp_net *net = comm->net;
-    struct zpp_net_peer *peer = &net->peer[rank];
-    const uint64_t one = 1;
-    zpp_status status = ZPP_OK;
-    if (slot == ZPP_NET_CONTROL) {
-        peer->control = calloc(1, sizeof *peer->control);
-        if (!peer->control) status = zpp_fail(err, ZPP_NOMEM, "comm: no memory for a link to rank %d", rank);
-    }
-    take_link(peer, slot, incoming, fd);
-    if (status == ZPP_OK && comm->door && slot < ZPP_NET_DATA)
-        status = add_to_watch(net, fd, (uint64_t)rank, slot, err);
-    /* Who waits for the link sleeps on either of them. */
-    zpp_counter_add(&zpp_control(comm, comm->rank)->doorbell.counter);
-    if (net->made >= 0 && write(net->made, &one, sizeof one) < 0) return status; /* it is raised already */
-    return status;
-}
-
 static zpp_status make_watch(struct zpp_comm *comm, struct zpp_err *err) {
     struct zpp_net *net = comm->net;
     net->epoll = epoll_create1(EPOLL_CLOEXEC);
@@ -216,9 +160,9 @@ static zpp_status make_watch(struct zpp_comm *comm, struct zpp_err *err) {
     net->made = comm->door ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -1;
     if (net->epoll < 0 || net->stop < 0 || (comm->door && net->made < 0))
         return zpp_fail_os(err, errno, "comm: no epoll for the watcher of a group");
-    const zpp_status status = add_to_watch(net, net->stop, STOP, 0, err);
+    const zpp_status status = zpp_net_watch(net, net->stop, ZPP_WATCH_STOP, 0, err);
     if (status != ZPP_OK || !comm->door) return status;
-    return add_to_watch(net, zpp_door_epoll(comm), DOOR, 0, err);
+    return zpp_net_watch(net, zpp_door_epoll(comm), ZPP_WATCH_DOOR, 0, err);
 }
 
 /* Watch the links of a full group, which are all there. */
@@ -227,9 +171,9 @@ static zpp_status watch_all(struct zpp_comm *comm, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (int r = 0; status == ZPP_OK && r < comm->ranks; r++) {
         if (!zpp_net_elsewhere(comm, r)) continue;
-        status = add_to_watch(net, net->peer[r].link[ZPP_NET_CONTROL], (uint64_t)r, ZPP_NET_CONTROL, err);
+        status = zpp_net_watch(net, net->peer[r].link[ZPP_NET_CONTROL], (uint64_t)r, ZPP_NET_CONTROL, err);
         if (status != ZPP_OK) break;
-        status = add_to_watch(net, net->peer[r].link[ZPP_NET_P2P], (uint64_t)r, ZPP_NET_P2P, err);
+        status = zpp_net_watch(net, net->peer[r].link[ZPP_NET_P2P], (uint64_t)r, ZPP_NET_P2P, err);
     }
     return status;
 }
@@ -397,7 +341,7 @@ static void p2p_close(void *channel) { (void)channel; } /* with the connection *
 
 static size_t push(struct zpp_net_peer *peer, const void *src, size_t bytes) {
     const ssize_t sent = send(peer->link[ZPP_NET_P2P], src, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0 && errno != EAGAIN && errno != EINTR && peer->comm->door) mark_gone(peer);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR && peer->comm->door) zpp_net_lost(peer->comm, peer->rank);
     return sent > 0 ? (size_t)sent : 0; /* in a full group the watcher handles a broken connection */
 }
 
@@ -427,7 +371,8 @@ static size_t p2p_write(void *channel, const void *src, size_t bytes) {
 static size_t pull(struct zpp_net_peer *peer, void *dst, size_t bytes) {
     const ssize_t got = recv(peer->p2p_in, dst, bytes, MSG_DONTWAIT);
     if (got > 0) atomic_store(&peer->heard_ns, zpp_now_ns());
-    if (got == 0 && bytes && peer->comm->door) mark_gone(peer); /* there may be no control link that closes */
+    /* There may be no control link that closes. */
+    if (got == 0 && bytes && peer->comm->door) zpp_net_lost(peer->comm, peer->rank);
     return got > 0 ? (size_t)got : 0;
 }
 

@@ -110,7 +110,7 @@ void zpp_net_identity(const struct zpp_network_options *options, char *out, size
 uint64_t zpp_net_mac(const uint8_t key[ZPP_NET_SECRET_BYTES], const void *data, size_t bytes);
 bool zpp_net_same_mac(uint64_t a, uint64_t b); /* in constant time */
 
-/* --- net_join.c: make the connections; net.c: what holds them ---------------------------------------------------- */
+/* --- net_join.c: make the connections; net.c, net_links.c: what holds them -------------------------------------- */
 zpp_status zpp_net_connect(struct zpp_comm *comm, const struct zpp_network_options *options,
                            const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_err *err);
 /* Make the listener of a sparse group, comm->door, which the watcher serves later; comm owns it. `out` is what other
@@ -141,6 +141,9 @@ int zpp_door_links(const struct zpp_comm *comm);                              /*
 void zpp_door_serve(struct zpp_comm *comm); /* the watcher's: answer those that call, close those that took too long */
 /* Sparse: make these links to `rank`, where they are missing and this rank is the one to call. */
 zpp_status zpp_net_reach(struct zpp_wait_ctx *wait_ctx, int rank, int first_slot, int end_slot, struct zpp_err *err);
+/* Let the watcher wait for events of `fd`: a link in this slot of a rank, or what stands in place of a rank. */
+enum { ZPP_WATCH_STOP = ZPP_RANKS_MAX, ZPP_WATCH_DOOR };
+zpp_status zpp_net_watch(struct zpp_net *net, int fd, uint64_t rank, int slot, struct zpp_err *err);
 /* A link was made. `incoming`: by the peer. The group owns `fd`, whatever is returned. */
 zpp_status zpp_net_attach(struct zpp_comm *comm, int rank, int slot, bool incoming, int fd, struct zpp_err *err);
 /* Make comm->net, with the caller's `hosts`, connections and a watcher. comm owns it; zpp_net_destroy also accepts a
