@@ -51,6 +51,38 @@ def test_sums_have_the_same_bits_for_every_number_of_ranks(ranks: int) -> None:
         torch.testing.assert_close(results[0][0].double(), factor * x.double(), rtol=rounding, atol=rounding)
 
 
+@on_ranks(1, 2)
+def test_without_gradients_nothing_but_a_mode_meets_operators(ranks: int) -> None:
+    """A call without gradients has the bits of one with them, also under a mode, which sees the operators."""
+    import torch.distributed as dist
+    import zeropp
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    layer, rank = Layer("uneven", dist.get_rank(), ranks), dist.get_rank()
+    exchange = zeropp.moe.Exchange(dist.group.WORLD)
+    number = exchange.layer("watched")
+    ours = {"zeropp::moe_rows_dispatch", "zeropp::moe_rows_combine"}
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        rows, plan = zeropp.moe.dispatch(x, layer.chosen[rank], EXPERTS, exchange=exchange, layer=number)
+        y: torch.Tensor = zeropp.moe.combine(rows, plan, layer.weights[rank])
+        return y.detach()
+
+    wanted = run(layer.x[rank].clone().requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(run(layer.x[rank]), wanted)
+        with Watch():
+            assert torch.equal(run(layer.x[rank]), wanted)
+    assert ours <= set(seen)
+
+
 @on_ranks(2)
 def test_rows_lie_where_the_plan_says() -> None:
     import torch.distributed as dist
