@@ -136,6 +136,9 @@ def against_moe_layer(bench: Run, x: Tensor, logits: Tensor, k: int) -> None:
     capacity = zeropp.ops.moe_capacity(TOKENS, experts, k, factor)
     case = f"{TOKENS} x {WIDTH}, {experts} experts, k = {k}, capacity {factor}"
     room, theirs = Room.of(experts * capacity), moe_layer(logits, k, factor)
+    # Dispatch reads T and writes E C rows, combine reads k T and writes T.
+    moved = torch.zeros(((2 + k) * TOKENS + experts * capacity) // 2, WIDTH)
+    moved_from = torch.ones_like(moved)
     with torch.no_grad():
         if k <= 2:  # of more choices DeepSpeed keeps those with the greatest score, ours the first choices
             close(bench, case, ours(x, logits, k, capacity, room), theirs(x))
@@ -143,7 +146,8 @@ def against_moe_layer(bench: Run, x: Tensor, logits: Tensor, k: int) -> None:
             {
                 "ours": timed(lambda: ours(x, logits, k, capacity, room)),
                 "DeepSpeed MOELayer": timed(lambda: theirs(x)),
+                "copy": timed(lambda: moved.copy_(moved_from)),
             },
             rounds=5 if bench.quick else 15,
         )
-    bench.compare(case, samples, ours="ours", peers=["DeepSpeed MOELayer"], unit="ms")
+    bench.compare(case, samples, ours="ours", peers=["DeepSpeed MOELayer"], unit="ms", limit="copy")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer of gated experts on two ranks, forward and backward: exchange, products, activation, and all gradients.
 
-The peer is transformers' AllToAllEP over gloo around its own experts with grouped_mm. The limit is the products alone, six for each expert,
+The peers, over gloo: transformers' AllToAllEP around its own experts with grouped_mm, and what AutoEP of DeepSpeed does behind its
+router, with its functions and its GroupedExperts. The limit is the products alone, six for each expert,
 of the mean number of rows, in memory that is there. Choices are random, so that some experts have more rows than others. Figures are
 milliseconds of the slower rank ("cpu": without waiting).
 """
@@ -16,10 +17,10 @@ import torch
 from harness import Need, Run, alternate
 
 CLAIM = "a layer of experts over 2 ranks: >= 0.9 of its products alone, >= 1.6x (64 small experts) and 1.2x (8) transformers' AllToAllEP"
-NEEDS = (Need("transformers AllToAllEP", module="transformers.distributed"),)
+NEEDS = (Need("transformers AllToAllEP", module="transformers.distributed"), Need("AutoEP", module="deepspeed"))
 CASES = ((1024, 512, 256, 64, 8), (1024, 512, 1024, 8, 2))
 """Tokens a rank, width, inner width of an expert, experts of both ranks, k."""
-OURS, PEER, LIMIT = "ours", "transformers AllToAllEP", "products"
+OURS, PEERS, LIMIT = "ours", ("transformers AllToAllEP", "AutoEP"), "products"
 
 
 def run(bench: Run) -> None:
@@ -32,7 +33,7 @@ def run(bench: Run) -> None:
                 who: [max(both) for both in zip(*(one[what][who] for one in results), strict=True)]
                 for who in results[0][what]
             }
-            bench.compare(f"{name}, {what}", slower, ours=OURS, peers=[PEER], unit="ms", limit=LIMIT)
+            bench.compare(f"{name}, {what}", slower, ours=OURS, peers=PEERS, unit="ms", limit=LIMIT)
 
 
 class Layer:
@@ -63,6 +64,7 @@ class Layer:
         self.layer = self.exchange.layer("benchmark")
         mesh = dist.device_mesh.init_device_mesh("cpu", (1, self.ranks), mesh_dim_names=("tp", "ep"))
         self.stock = AllToAllEP(self.module, mesh["ep"], mesh["tp"])
+        self.autoep_experts = self.as_autoep()
         rows = tokens * k // self.here  # of an expert, in the mean: as many come from the peer as go there
         self.of = [torch.randn(rows, size) for size in (self.width, 2 * self.inner, self.inner, self.width)]
         self.made = [torch.empty(rows, size) for size in (2 * self.inner, self.width, self.inner)]
@@ -70,6 +72,40 @@ class Layer:
 
     def backward(self, y: torch.Tensor) -> list[torch.Tensor]:
         return [y.detach(), *torch.autograd.grad(y, self.leaves, self.grad)]
+
+    def as_autoep(self) -> Any:
+        """Return the same experts as AutoEP keeps them: gate, down and up apart."""
+        from deepspeed.moe.ep_experts import GroupedExperts
+
+        experts = GroupedExperts(dim=self.width, hidden_dim=self.inner, num_experts=self.here, use_grouped_mm=True)
+        gate, up = self.module.gate_up_proj.detach().chunk(2, 1)
+        for to, values in ((experts.w1, gate), (experts.w2, self.module.down_proj.detach()), (experts.w3, up)):
+            to.data.copy_(values)
+        return experts
+
+    def autoep(self) -> list[torch.Tensor]:
+        """AutoEPMoELayer.forward behind its router, and the backward."""
+        import torch.distributed as dist
+        from deepspeed.module_inject import auto_ep_layer
+
+        experts, k = self.autoep_experts, self.chosen.shape[1]
+        order = torch.argsort(self.chosen.view(-1), stable=True)
+        plan = auto_ep_layer.compute_split_plan(
+            selected_experts=self.chosen, num_experts=self.experts, ep_size=self.ranks, num_local_experts=self.here,
+            ep_group=dist.group.WORLD, num_tokens_per_expert=torch.bincount(self.chosen.view(-1), minlength=self.experts),
+        )  # fmt: skip
+        to_all = auto_ep_layer._AllToAllV.apply
+        rows = to_all(dist.group.WORLD, self.x[order // k], plan.input_splits, plan.output_splits)
+        rows, places, counts, count = auto_ep_layer.permute_by_local_expert(rows, plan.local_counts_by_source)
+        made = auto_ep_layer.unpermute_by_local_expert(experts(rows, counts), places, count)
+        made = to_all(dist.group.WORLD, made, plan.output_splits, plan.input_splits)
+        y = auto_ep_layer.combine_from_routed(
+            made, top_scores=self.weights, token_indices_sorted=order, top_k=k, score_apply="post",
+            combine_impl="weighted_sum", shape=(1, *self.x.shape),
+        )[0]  # fmt: skip
+        leaves = [self.x, self.weights, experts.w1, experts.w3, experts.w2]
+        by_x, by_weights, by_gate, by_up, by_down = torch.autograd.grad(y, leaves, self.grad)
+        return [y.detach(), by_x, by_weights, torch.cat((by_gate, by_up), 1), by_down]
 
     def ours(self) -> list[torch.Tensor]:
         from zeropp import moe
@@ -96,10 +132,14 @@ class Layer:
                 torch.mm(between, gate_up, out=self.made[1])
 
     def wrong(self) -> str:
-        """Empty, or how far the two are apart: each result is a sum of at most some thousand products in fp32."""
-        pairs = zip(self.ours(), self.transformers(), strict=True)
-        off = max(float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs)
-        return f"ours and transformers differ by {off}" if off > 2e-5 else ""
+        """Empty, or how far the others are from ours: each result is a sum of at most some thousand products in fp32."""
+        mine = self.ours()
+        for name, theirs in ((PEERS[0], self.transformers()), (PEERS[1], self.autoep())):
+            pairs = zip(mine, theirs, strict=True)
+            off = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+            if off > 2e-5:
+                return f"ours and {name} differ by {off}"
+        return ""
 
 
 def measure(args: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +148,9 @@ def measure(args: dict[str, Any]) -> dict[str, Any]:
     import zeropp
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
     layer, comm = Layer(tuple(args["case"])), zeropp.comm.Communicator()
     wrong: list[Any] = [None] * layer.ranks
     dist.all_gather_object(wrong, layer.wrong())
@@ -123,7 +165,7 @@ def measure(args: dict[str, Any]) -> dict[str, Any]:
 
         return timed
 
-    calls = {OURS: layer.ours, PEER: layer.transformers, LIMIT: layer.products}
+    calls = {OURS: layer.ours, PEERS[0]: layer.transformers, PEERS[1]: layer.autoep, LIMIT: layer.products}
     samples = alternate({name: contender(call) for name, call in calls.items()}, rounds=int(args["rounds"]))
     dist.destroy_process_group()
     split = {

@@ -263,9 +263,10 @@ class Team:
 
 @contextlib.contextmanager
 def launched(
-    bench: Run, contenders: dict[str, tuple[str, int]], ranks: int = RANKS, shape: Shape = SMALL
-) -> Iterator[dict[str, Team]]:
-    """Start all contenders, each waiting for its turn, and end them with the block."""
+    bench: Run, contenders: dict[str, tuple[str, int]], ranks: int = RANKS, shape: Shape = SMALL,
+    more: dict[str, Any] | None = None,
+) -> Iterator[dict[str, Team]]:  # fmt: skip
+    """Start all contenders, each waiting for its turn, and end them with the block. ``more``: arguments of their workers."""
     teams = {name: Team(name) for name in contenders}
     key = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory(prefix="zeropp-bench-") as folder:
@@ -273,7 +274,7 @@ def launched(
         threads = []
         for name, (library, stage) in contenders.items():
             args = {"contender": name, "library": library, "stage": stage, "shape": shape}
-            args |= {"address": listener.address, "key": key.hex()}
+            args |= {"address": listener.address, "key": key.hex(), **(more or {})}
             thread = threading.Thread(target=launch_one, args=(bench, teams[name], ranks, args), daemon=True)
             thread.start()
             threads.append(thread)
