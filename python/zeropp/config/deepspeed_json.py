@@ -70,6 +70,7 @@ _TOP_MAPPED = (
     "torch_autocast",
     "communication_data_type",
     "data_types",
+    "expert_parallel",
     "gradient_clipping",
     "gradient_accumulation_steps",
     "train_batch_size",

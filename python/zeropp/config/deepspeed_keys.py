@@ -22,7 +22,6 @@ REFUSED: dict[str, str] = {
     "datastates_ckpt": "zeropp.save(..., background=True) writes beside the next steps",
     "eigenvalue": "it served quantized training, which zeropp does not have",
     "elasticity": "zeropp.elastic keeps the batch while torchrun's ranks come and go (docs/elastic.md)",
-    "expert_parallel": '"experts": N (its autoep_size) in the same file, or zeropp.Config(experts=N), divides experts among N ranks',
     "flops_profiler": "zeropp.trace writes a timeline of steps; torch.profiler counts operations",
     "graph_harvesting": "it is gone from DeepSpeed too",
     "hybrid_engine": "generate gathers the model once a call by itself; with zeropp.gathered(model): does it by hand",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropp.config.deepspeed_efficiency import efficiency_from_deepspeed
+from zeropp.config.deepspeed_experts import experts_from_deepspeed
 from zeropp.config.deepspeed_json import DEEPSPEED_KEYS, fields_from_deepspeed, is_deepspeed_key
 from zeropp.config.efficiency import Efficiency, Growth, LayerDrop, TokenDrop
 from zeropp.config.experts import Experts
@@ -80,7 +81,8 @@ def fields_of(source: Source, ranks: int | None, known: Iterable[str]) -> tuple[
     for name, value in foreign.items():
         check_json(value, name)
     paths: dict[str, str] = {}
-    for name, (path, value) in {**fields_from_deepspeed(foreign, ranks), **efficiency_from_deepspeed(foreign)}.items():
+    found = fields_from_deepspeed(foreign, ranks) | efficiency_from_deepspeed(foreign) | experts_from_deepspeed(foreign)
+    for name, (path, value) in found.items():
         if name in fields:
             raise ConfigError(f"{path}: says again what {name!r} says; give one of the two")
         fields[name], paths[name] = value, path
