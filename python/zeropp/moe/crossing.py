@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experts cost before a run: this rank's parts of them, and where bringing tokens to experts costs as much as bringing experts to
-tokens. ``zeropp.estimate`` asks.
+"""The cost of experts before a run, for ``zeropp.estimate``: a rank's parts of them, and the batch at which bringing tokens to experts
+moves as much as bringing experts to tokens.
 
 A layer of E experts with P elements lies on R ranks; a token of H elements chooses k experts. By chance it goes to (R - 1) h other
 ranks, h = 1 - C(E - E/R, k) / C(E, k), and a row comes back from each. Whole experts would come from R - 1 ranks instead:

@@ -193,21 +193,24 @@ def tier_buffers(units: Sequence[UnitSizes], offload: Offload, moments: int, *, 
         moments: tensors of states that the optimizer keeps for each parameter, without the master.
         inside: True with ``Config(step_in_backward=True)``: units are stepped where they are gathered, without windows.
     """
-    shards = [unit for unit in units if unit.trainable]
+    shards = _trained(units)
+    moving = [unit for unit in shards if not unit.held]
     total, window_elems = 0, _WINDOW_ELEMS
     if _is_on_disk(offload.optimizer):
         fraction = _share(offload.optimizer)
         pairs = [(int(one.own_elems), one.has_master, one.held) for one in shards]
         total, record_elems = _C.optim_file_plan(pairs, fraction, (1 << moments) - 1, inside)
         window_elems = max(record_elems, _WINDOW_ELEMS if fraction < 1 else 0)
-    grads = [one for one in shards if not one.held] if _is_on_disk(offload.grads) else []
+    grads = moving if _is_on_disk(offload.grads) else []
     total += _shards_in_memory(grads, _share(offload.grads))
     if not inside:
-        total += _windows(
-            [(int(one.own_elems), one.param_bytes) for one in shards if one.in_file and not one.held], window_elems
-        )
+        total += _windows([(int(one.own_elems), one.param_bytes) for one in moving if one.in_file], window_elems)
         total += _windows([(int(one.own_elems), one.grad_bytes) for one in grads], window_elems)
     return total
+
+
+def _trained(units: Sequence[UnitSizes]) -> list[UnitSizes]:
+    return [unit for unit in units if unit.trainable]
 
 
 def _is_on_disk(tier: Tier | str) -> bool:

@@ -272,11 +272,17 @@ def _of_ranks(
     if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
         answer["folders"] = _folders(config, in_file, delayed)
     if tokens is not None and tflops is not None:
-        idle = 0 if division is None else answer["experts"]["parameters"] - answer["experts"]["of_a_token"]
-        seconds = 6 * (parameters - idle) * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
-        answer["compute_seconds"] = seconds
-        answer["bandwidth"] = {kind: value / seconds for kind, value in traffic.items()}
+        _add_speed(answer, tokens, tflops)
     return answer
+
+
+def _add_speed(answer: dict[str, Any], tokens: int, tflops: float) -> None:
+    """Add the seconds of a step's computation, and the bandwidth at which what moves takes as long."""
+    experts = answer.get("experts")
+    idle = 0 if experts is None else experts["parameters"] - experts["of_a_token"]
+    seconds = 6 * (answer["parameters"] - idle) * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
+    answer["compute_seconds"] = seconds
+    answer["bandwidth"] = {kind: value / seconds for kind, value in answer["traffic"].items()}
 
 
 def _experts(model: nn.Module, division: Any, units: list[_Sizes]) -> dict[str, Any]:
@@ -345,15 +351,24 @@ def _offloaded(
         if round(sum(delayed.values())):
             in_file["delayed"] = round(sum(delayed.values()))
     if loads_units(run.config):
-        loaded = [unit for unit in units if unit.in_file]
-        values = sum(_kept_bytes(model, unit, run.config) / run.sharers_of(unit) for unit in loaded)
-        moving = sum(_kept_bytes(model, unit, run.config) / run.sharers_of(unit) for unit in loaded if not unit.held)
+        values = _kept_by_rank(model, [unit for unit in units if unit.in_file], run)
+        moving = _kept_by_rank(model, _loaded(units), run)
         in_file["params"] = round(run.fraction("params") * moving) if run.on_nvme("params") else 0
         held["params"] += exact_bytes // run.sharers + round(values) - in_file["params"]
     for kind, tier in (("grads", "grads"), ("master", "optimizer"), ("optimizer", "optimizer")):
         if run.on_nvme(tier):
             held[kind], in_file[kind] = split_units(units, held, kind, run.fraction(tier))
     return in_file, delayed
+
+
+def _loaded(units: list[_Sizes]) -> list[_Sizes]:
+    """Return the units that a file has something of."""
+    return [unit for unit in units if unit.in_file and not unit.held]
+
+
+def _kept_by_rank(model: nn.Module, units: list[_Sizes], run: _Run) -> float:
+    """Return a rank's part of the bytes that units which are loaded take where they are loaded from."""
+    return sum(_kept_bytes(model, unit, run.config) / run.sharers_of(unit) for unit in units)
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -518,17 +533,17 @@ def _gathered(model: nn.Module, units: list[_Sizes], run: _Run) -> int:
     """Return the most that is whole at once (the units of a module and of all that it stands in, and what is fetched ahead), or
     the slots that are kept warm for it, two of the largest unit: whichever is more."""
     triggered: dict[nn.Module, list[_Sizes]] = {}
-    for unit in units:
-        if unit.moves or (unit.in_file and not unit.held):
-            for module in unit.plan.triggers:
-                triggered.setdefault(module, []).append(unit)
+    moving = [unit for unit in units if unit.moves] + _loaded(units)
+    for unit in moving:
+        for module in unit.plan.triggers:
+            triggered.setdefault(module, []).append(unit)
 
     def most(module: nn.Module, open_bytes: int) -> int:
         open_bytes += sum(unit.whole_bytes for unit in triggered.get(module, ()))
         return max([open_bytes, *(most(child, open_bytes) for child in module.children())])
 
     ahead = _read_ahead(units, run)
-    sizes = [unit.whole_bytes for unit in units if unit.moves or (unit.in_file and not unit.held)]
+    sizes = [unit.whole_bytes for unit in moving]
     whole = min(sum(sizes), max(most(model, 0), 2 * max(sizes, default=0)) + ahead)
     if not any(unit.in_file for unit in units):
         return whole
@@ -541,7 +556,7 @@ def _gathered(model: nn.Module, units: list[_Sizes], run: _Run) -> int:
 
 def _shards_under_way(units: list[_Sizes], run: _Run, ahead_bytes: int) -> int:
     """Return the most that a rank has read of its own file and is not gathered yet: all but the unit in use, if there is room."""
-    sizes = [in_pages(unit.shard_bytes) for unit in units if unit.in_file and not unit.held] or [0]
+    sizes = [in_pages(unit.shard_bytes) for unit in _loaded(units)] or [0]
     most = max(max(sizes), min(sum(sizes) - min(sizes), ahead_bytes))
     return min(most, round(run.fraction("params") * sum(sizes)))
 
@@ -559,7 +574,7 @@ def _read_ahead(units: list[_Sizes], run: _Run) -> int:
 def _kept(units: list[_Sizes], run: _Run) -> int:
     """Return the bytes of units in a file that the forward ends with: they are kept for the backward, which begins with them."""
     capacity, kept = _read_ahead(units, run) if run.hosts == 1 else 0, 0
-    for unit in (unit for unit in reversed(units) if unit.in_file and not unit.held):
+    for unit in reversed(_loaded(units)):
         if kept + unit.whole_bytes > capacity:
             break
         kept += unit.whole_bytes
@@ -616,7 +631,7 @@ def _nvme_traffic(model: nn.Module, units: list[_Sizes], run: _Run, in_file: dic
 def _params_traffic(units: list[_Sizes], run: _Run) -> float:
     """Return the bytes that one rank moves of the units in a file, if all of them lie there: their uses, and their step."""
     used = stepped = 0.0
-    for unit in (unit for unit in units if unit.in_file and not unit.held):
+    for unit in _loaded(units):
         used += unit.whole_bytes * (len(unit.plan.triggers) + 1) / unit.ranks
         if unit.trainable and run.optimizer != "none":
             once = run.config.step_in_backward or unit.has_master

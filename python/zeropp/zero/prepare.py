@@ -183,9 +183,7 @@ def _plan(
     parts, apart = (None, []) if division is None else (division.parts, division.apart)
     apart = [*modules_of(spreads), *apart]
     plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, apart)
-    mark_plans(plans, spreads)
-    for plan in plans:
-        plan.held = division is not None and division.is_held(plan.params)
+    mark_plans(plans, spreads, division)
     facts |= _cut_facts(plans)
     compat.check(facts)
     _check_plans(plans, facts)

@@ -101,9 +101,9 @@ def check_spreads(spreads: Sequence[Spread], model: nn.Module, comm: Any) -> Non
                 )
 
 
-def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread]) -> None:
+def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread], division: Division | None = None) -> None:
     """Note in each plan which spread its parameters are of: ``plan.spread``, counted from 1. Parts of parameters are of the one without
-    modules that has as many parts."""
+    modules that has as many parts. Note too which plans stay in memory, where the files are those of a division's parameters."""
     of = {p: at for at, spread in enumerate(spreads, 1) for module in spread.modules for p in module.parameters()}
     of_parts = {spread.parts: at for at, spread in enumerate(spreads, 1) if not spread.modules}
     for plan in plans:
@@ -114,6 +114,7 @@ def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread]) -> None:
                 "parameters differ between ranks cannot be shared with a module outside"
             )
         plan.spread = found.pop() if found else 0
+        plan.held = division is not None and division.is_held(plan.params)
 
 
 def make_groups(core: Any, ranks: JobRanks, spreads: Sequence[Spread]) -> list[Group]:

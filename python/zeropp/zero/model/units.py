@@ -244,7 +244,7 @@ def plan_units(
     for parameter in names:
         triggers = _triggers(owners[parameter], homes)
         dtype = _held_dtype(parameter, owners[parameter], compute_dtype)
-        parted = _parts_count(parts[parameter]) if parameter in parts else 0
+        parted = _parts_count(parts.get(parameter))
         key = (triggers, dtype, parameter.requires_grad, parted, kind_of(parameter))
         members.setdefault(key, []).append(parameter)
     blocks = set(homes.values())
@@ -257,8 +257,10 @@ def plan_units(
     ]  # fmt: skip
 
 
-def _parts_count(part: nn.Parameter) -> int:
-    """Return in how many parts the parameter is of which a rank has this one."""
+def _parts_count(part: nn.Parameter | None) -> int:
+    """Return in how many parts the parameter is of which a rank has this one; 0 for None."""
+    if part is None:
+        return 0
     parts = parts_of(part)
     return 1 if parts is None else len(parts.boxes)
 

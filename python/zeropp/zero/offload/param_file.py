@@ -134,10 +134,9 @@ class ParamFile(FileStore, ParamStore):
             found["nvme", "params"] = 0
         for ranks in {unit.ranks for unit in units}:
             same = [unit for unit in units if unit.ranks == ranks]
-            whole = sum(entry.numel * unit.dtype.itemsize for unit in same for entry in unit.params)
-            held = sum(entry.numel * unit.dtype.itemsize for unit in same if unit.held for entry in unit.params)
-            in_memory, in_file = self._planned([unit for unit in same if not unit.held], whole - held)
-            in_memory += held
+            whole, moving = _values_bytes(same), [unit for unit in same if not unit.held]
+            in_memory, in_file = self._planned(moving, _values_bytes(moving))
+            in_memory += whole - _values_bytes(moving)
             sharers = self._sharers(ranks, engine.ranks)
             found["cpu", "params"] += round(in_memory / sharers - whole / ranks)
             if not self.in_memory:
@@ -204,3 +203,8 @@ class ParamFile(FileStore, ParamStore):
             int(self.bytes_in_file([u for u in units if u.ranks == ranks]) / self._sharers(ranks, engine.ranks))
             for ranks in counts
         )
+
+
+def _values_bytes(units: list[Unit]) -> int:
+    """Return the bytes of all parameters of these units, whole."""
+    return sum(entry.numel * unit.dtype.itemsize for unit in units for entry in unit.params)
