@@ -21,6 +21,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 FUZZ_SECONDS ?= 20
+GPU_BENCHES = $(patsubst benchmarks/%.py,%,$(filter-out %/gpu_overhead.py,$(wildcard benchmarks/gpu_*.py)))
 export PYTHON TORCH_INDEX
 
 INSTALL_INPUTS = pyproject.toml setup.py scripts/venv.sh
@@ -71,7 +72,7 @@ fuzz: $(VENV)/.installed-test
 	$(PY) tests/c/run.py --fuzz $(FUZZ_SECONDS)
 
 bench: build-bench
-	$(PY) benchmarks/run.py $(NAME)
+	$(PY) benchmarks/run.py $(or $(NAME),$(if $(filter cuda,$(DEVICE)),$(GPU_BENCHES)))
 
 # Every wheel has the CUDA kernels: where no nvcc is installed, PyPI's is (the extra `cuda`).
 HAVE_NVCC = $(shell command -v nvcc || ls $${CUDA_HOME:-/usr/local/cuda}/bin/nvcc 2>/dev/null)
