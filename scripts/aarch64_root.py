@@ -53,7 +53,8 @@ def main() -> int:
     if not emulator:
         sys.exit("no emulator of aarch64 here: apt-get install qemu-user-static")
     files = unpacked(list(PACKAGES), "aarch64", folder, SUITE)
-    # No package was configured, so nobody is known by name, and torch asks for the user's.
+    # No package was configured, so nobody is known by name, and torch asks for the names of the user and of this host.
+    (files / "etc/hosts").write_text("127.0.0.1 localhost\n::1 localhost\n", encoding="utf-8")
     (files / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n", encoding="utf-8")
     site = files / "usr/local/lib" / f"python{PYTHON}" / "dist-packages"
     platforms = [word for tag in (*TAGS, "") for word in ("--platform", f"manylinux_{tag}_aarch64" if tag else "any")]
