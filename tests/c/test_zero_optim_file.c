@@ -537,7 +537,7 @@ static void plans_are_kept(void) {
                                                   .moments = setups[i].amsgrad ? 7 : 3 };
         struct zpp_optim_file_shard_plan shards[SHARD];
         for (int at = 0; at < SHARD; at++)
-            shards[at] = (struct zpp_optim_file_shard_plan){ shard_elems[at], has_master(at) };
+            shards[at] = (struct zpp_optim_file_shard_plan){ shard_elems[at], has_master(at), false };
         struct zpp_optim_file_plan told;
         struct zpp_optim_file_figures made;
         CHECK_OK(zpp_optim_file_plan(&options, shards, SHARD, &told, &err));
