@@ -91,18 +91,6 @@ int zpp_py_graph_begin(Zero *zero) {
     return -1;
 }
 
-int zpp_py_run_end(Zero *zero, zpp_status (*end)(zpp_zero *, const struct zpp_wait *, struct zpp_err *)) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    struct zpp_wait wait;
-    zpp_py_wait_for(zero, &wait);
-    PyThreadState *thread = PyEval_SaveThread();
-    const zpp_status status = end(zero->core, &wait, &err);
-    PyEval_RestoreThread(thread);
-    if (status == ZPP_OK) return 0;
-    zpp_py_raise(&err);
-    return -1;
-}
-
 int zpp_py_graph_end(Zero *zero) {
     if (zero->pass.units && zpp_py_run_end(zero, zpp_zero_graph_end)) return -1;
     Py_CLEAR(zero->pass.units);
@@ -126,6 +114,7 @@ static int refuse_unannounced(const Unit *unit, Py_ssize_t param) {
 static int begin_alone(Zero *zero) {
     struct zpp_err err = ZPP_ERR_INIT;
     zpp_status status = ZPP_OK;
+    if (zpp_py_settle(zero)) return -1;
     if (zero->pass.required) {
         status = zpp_fail(&err, ZPP_STATE,
                           "zero: a backward of a pipeline's stage outside of an adopted schedule, so nothing says "
@@ -178,20 +167,6 @@ int zpp_py_enter_backward(Zero *zero, bool recompute, long *task) {
     if (!zpp_py_backward_runs(zero, task)) return PyErr_Occurred() ? -1 : 0;
     if (!recompute && note_grad_mode(zero, *task)) return -1;
     return zero->in_backward ? 0 : begin_backward(zero, *task);
-}
-
-int zpp_py_show_gradients(Zero *zero) {
-    if (!zero->reduces || zero->stage != 0 || zero->ranks == 1) return 0;
-    const Py_ssize_t units = PyList_Size(zero->units);
-    for (Py_ssize_t at = 0; at < units; at++) {
-        Unit *unit = (Unit *)PyList_GetItem(zero->units, at);
-        const uint8_t *present = NULL;
-        if (!unit->grad_views || !zpp_zero_grad_shard(zero->core, unit->unit->index, &present)) continue;
-        for (Py_ssize_t i = 0; i < unit->count; i++)
-            if (present[i] && PyObject_SetAttr(unit->params[i], zpp_str_grad, PyList_GetItem(unit->grad_views, i)))
-                return -1;
-    }
-    return 0;
 }
 
 /* --- freed memory of gradients ------------------------------------------------------------------------------------ */

@@ -479,6 +479,7 @@ static PyObject *zero_unfreeze(PyObject *self, PyObject *arg) {
     if (unit == -1 && PyErr_Occurred()) return NULL;
     const bool runs = zpp_py_backward_runs(zero, &task);
     if (PyErr_Occurred() || (!runs && zero->in_backward && forget_dead_backward(zero))) return NULL;
+    if (zpp_py_settle(zero)) return NULL;
     return zpp_py_result(zpp_zero_unfreeze(zero->core, (int)unit, &err), &err);
 }
 

@@ -24,8 +24,6 @@ static PyObject *zero_require_pass(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static bool drive(void *core) { return zpp_zero_drive(core); }
-
 /* pass_open(each, parts): the mean over `parts` micro-batches; each: reduce at the end of every graph. */
 static PyObject *zero_pass_open(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
@@ -39,10 +37,11 @@ static PyObject *zero_pass_open(PyObject *self, PyObject *args) {
                      "in each", parts, zero->pass.parts, zero->accumulate);
         return NULL;
     }
+    if (zpp_py_settle(zero)) return NULL;
     const bool required = zero->pass.required;
     zero->pass = (struct zpp_py_pass){.required = required, .open = true, .each = each, .parts = parts};
     zpp_zero_set_grad_scale(zero->core, 1.0 / (zero->accumulate * parts));
-    zpp_idle_set(drive, zero->core); /* until pass_close or pass_abort, which the same thread calls */
+    zpp_py_drive(zero);
     Py_RETURN_NONE;
 }
 
@@ -115,22 +114,35 @@ static PyObject *zero_pass_hold(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* pass_close(): all reductions of the pass are over. */
+/* Results have to be there at once where no reduction is left to others' waits (one rank), where p.grad shows them
+ * (stage 0), and where a GPU has them. */
+static bool settles_at_once(const Zero *zero) { return zero->stage == 0 || zero->ranks == 1 || zero->accelerator; }
+
+/* pass_close(): no backward of the pass follows. zpp_py_settle waits for its reductions. */
 static PyObject *zero_pass_close(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
     struct zpp_py_pass *pass = &zero->pass;
-    zpp_idle_set(NULL, NULL);
     Py_CLEAR(pass->units);
     if (pass->begun) {
         if (zpp_py_follow(zero) || zpp_py_run_end(zero, zpp_zero_pass_close)) return NULL;
-        if (zpp_py_show_gradients(zero)) return NULL;
+        pass->unsettled = true;
         zero->backwards++;
         zero->at_boundary = zero->boundary;
+    } else {
+        zpp_py_drive_no_more(zero);
     }
     pass->open = pass->begun = false;
     zero->builds_loss = false;
-    if (zpp_py_end_pass(zero)) return NULL;
+    if ((settles_at_once(zero) && zpp_py_settle(zero)) || zpp_py_end_pass(zero)) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* set_settled(callable): called when a pass at a boundary was reduced, before anything reads its gradients. */
+static PyObject *zero_set_settled(PyObject *self, PyObject *callable) {
+    Zero *zero = (Zero *)self;
+    Py_XDECREF(zero->settled);
+    zero->settled = Py_NewRef(callable);
     Py_RETURN_NONE;
 }
 
@@ -138,8 +150,7 @@ static PyObject *zero_pass_close(PyObject *self, PyObject *unused) {
 static PyObject *zero_pass_abort(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
-    zpp_idle_set(NULL, NULL);
-    Py_CLEAR(zero->pass.units);
+    zpp_py_pass_end(zero);
     zero->pass.open = zero->pass.begun = false;
     zero->in_backward = zero->builds_loss = false;
     zpp_zero_backward_abort(zero->core);
@@ -153,7 +164,8 @@ PyMethodDef zpp_py_pass_methods[] = {
     { "pass_graph", zero_pass_graph, METH_VARARGS, "pass_graph(units, forwards): whose gradients come next." },
     { "pass_take", zero_pass_take, METH_NOARGS, "Take the gradients of these units out of p.grad." },
     { "pass_hold", zero_pass_hold, METH_VARARGS, "pass_hold(units, by): keep units whole, +1, until -1." },
-    { "pass_close", zero_pass_close, METH_NOARGS, "Wait for all reductions of the pass." },
+    { "pass_close", zero_pass_close, METH_NOARGS, "No backward of the pass follows." },
+    { "set_settled", zero_set_settled, METH_O, "set_settled(callable): called when a pass was reduced." },
     { "pass_abort", zero_pass_abort, METH_NOARGS, "The schedule ended by an exception." },
     { NULL, NULL, 0, NULL },
 };

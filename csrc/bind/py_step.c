@@ -75,6 +75,7 @@ int zpp_py_hold_gradients(Unit *unit, bool *any) {
 static PyObject *zero_collect_grads(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
+    if (zpp_py_settle(zero)) return NULL;
     if (!is_local(zero)) return PyBool_FromLong(zpp_zero_has_grad(zero->core));
     bool any = false;
     const Py_ssize_t count = PyList_Size(zero->units);
@@ -95,6 +96,7 @@ int zpp_py_forget_gradients(Unit *unit) {
 static PyObject *zero_clear_grads(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
+    if (zpp_py_settle(zero)) return NULL;
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count && is_local(zero); i++)
         if (unit_at(zero, i)->unit->trainable && zpp_py_forget_gradients(unit_at(zero, i))) return NULL;
@@ -132,6 +134,7 @@ static PyObject *list_bad(const struct zpp_shard_norm *norms, int units, int ran
 static PyObject *zero_norm(PyObject *self, PyObject *unused) {
     (void)unused;
     Zero *zero = (Zero *)self;
+    if (zpp_py_settle(zero)) return NULL;
     const int units = zero->stepper.units_count;
     struct zpp_shard_norm *norms = calloc((size_t)units * (size_t)zero->ranks + 1, sizeof *norms);
     if (!norms) return PyErr_NoMemory();
@@ -179,7 +182,7 @@ static PyObject *ask_ranks(Zero *zero,
 static PyObject *zero_step_begin(PyObject *self, PyObject *arg) {
     Zero *zero = (Zero *)self;
     const uint64_t vote = PyLong_AsUnsignedLongLong(arg);
-    if (PyErr_Occurred() || zpp_py_release_all(zero)) return NULL;
+    if (PyErr_Occurred() || zpp_py_settle(zero) || zpp_py_release_all(zero)) return NULL;
     zero->builds_loss = false;
     return ask_ranks(zero, zpp_zero_step_begin, vote);
 }

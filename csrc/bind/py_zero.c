@@ -114,6 +114,7 @@ static PyObject *unit_grad(PyObject *self, PyObject *unused) {
     const uint8_t *present = NULL;
     zpp_zero *core = unit->zero->core;
     if (!zpp_zero_takes_grads(core)) Py_RETURN_NONE;
+    if (zpp_py_settle(unit->zero)) return NULL;
     const int index = unit->unit->index;
     if (!zpp_zero_grad_shard(core, index, &present)) Py_RETURN_NONE;
     return Py_BuildValue("Kiy#", (unsigned long long)(uintptr_t)zpp_zero_grad_address(core, index),
@@ -134,7 +135,7 @@ static PyObject *unit_held(PyObject *self, PyObject *unused) {
 static PyObject *unit_clear_grad(PyObject *self, PyObject *arg) {
     Unit *unit = (Unit *)self;
     const Py_ssize_t param = PyLong_AsSsize_t(arg);
-    if (param == -1 && PyErr_Occurred()) return NULL;
+    if ((param == -1 && PyErr_Occurred()) || zpp_py_settle(unit->zero)) return NULL;
     if (zpp_zero_takes_grads(unit->zero->core))
         zpp_zero_clear_grad(unit->zero->core, unit->unit->index, (size_t)param);
     Py_RETURN_NONE;
@@ -319,7 +320,8 @@ static void drop_callables(Zero *zero) {
     Py_CLEAR(zero->arrived);
     Py_CLEAR(zero->moved);
     Py_CLEAR(zero->skipped);
-    Py_CLEAR(zero->pass.units);
+    Py_CLEAR(zero->settled);
+    zpp_py_pass_end(zero);
     zpp_py_layer_drop_clear(zero);
     zpp_py_buffers_end(zero);
     zpp_py_backward_step_forget(zero);

@@ -70,6 +70,7 @@ struct zpp_py_layer_drop {
 struct zpp_py_pass {
     bool required, open; /* required: no backward is a pass of its own */
     bool begun;          /* a graph of it gave gradients */
+    bool unsettled;      /* it was closed, and its reductions were not waited for */
     bool each;           /* every graph is reduced */
     int parts;           /* micro-batches whose mean is taken; 0: there was no pass */
     PyObject *units;     /* bytes: whose gradients the next backward brings; NULL: it brings none */
@@ -136,6 +137,7 @@ struct Zero {
     PyObject *moved;          /* (unit) -> None: its whole memory has another address; NULL: not set */
     PyObject *arrived; /* () -> None: a backward ends; hands over gradients that it still holds. NULL: none ever is */
     PyObject *skipped; /* () -> None: a backward begins; calls skip for what is frozen. NULL: nothing is */
+    PyObject *settled; /* () -> None: a pass at a boundary is reduced; adds what other stages have. NULL: nothing */
 };
 
 /* Interned attribute names, made once. */
@@ -198,11 +200,21 @@ int zpp_py_backward_over(Zero *zero);                        /* releases the uni
 /* A graph of an open pass; 0, or -1 with an error set. */
 int zpp_py_graph_begin(Zero *zero);
 int zpp_py_graph_end(Zero *zero);
+int zpp_py_take_from_param(Unit *unit, Py_ssize_t index); /* its p.grad, if there is one */
+
+/* py_settle.c: above py_unit.c alone */
 /* Run the end of a graph or of a pass without Python's lock. 0, or -1 with an error set. */
 int zpp_py_run_end(Zero *zero, zpp_status (*end)(zpp_zero *, const struct zpp_wait *, struct zpp_err *));
 /* Stage 0, after a reduction: like DDP, every parameter that has a gradient on some rank has it on all. */
 int zpp_py_show_gradients(Zero *zero);
-int zpp_py_take_from_param(Unit *unit, Py_ssize_t index); /* its p.grad, if there is one */
+/* Before gradients are read or cleared, a step, and another backward: wait for the reductions of a pass that was
+ * closed. 0, or -1 with an error set. */
+int zpp_py_settle(Zero *zero);
+/* Let this thread add gradients of a pass while it waits for messages. It keeps the coordinator alive until no_more,
+ * which leaves another thread's and another model's alone: they find nothing to add once their pass is settled. */
+void zpp_py_drive(Zero *zero);
+void zpp_py_drive_no_more(const Zero *zero);
+void zpp_py_pass_end(Zero *zero); /* an exception ended it, or the model is gone */
 
 /* py_pass.c */
 extern PyMethodDef zpp_py_pass_methods[];

@@ -102,9 +102,12 @@ static zpp_status exchange_job(zpp_zero *zero, uint64_t kind, const void *mine, 
     if (!zpp_zero_has_job(zero)) return exchange_all(zero, kind, mine, bytes, all, wait, err);
     void *data_ranks = malloc((size_t)zero->ranks * bytes + 1);
     if (!data_ranks) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of %d ranks", bytes, zero->ranks);
-    const zpp_status status = exchange_all(zero, kind, mine, bytes, data_ranks, wait, err);
+    zpp_status status = exchange_all(zero, kind, mine, bytes, data_ranks, wait, err);
     free(data_ranks);
-    return status == ZPP_OK ? zpp_all_gather(zero->options.job, all, mine, bytes, wait, err) : status;
+    const uint64_t began_ns = zpp_span_begin();
+    if (status == ZPP_OK) status = zpp_all_gather(zero->options.job, all, mine, bytes, wait, err);
+    if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for the other ranks", 0);
+    return status;
 }
 
 int zpp_zero_job_ranks(const zpp_zero *zero) {
@@ -138,7 +141,10 @@ zpp_status zpp_zero_agree(zpp_zero *zero, const void *mine, size_t bytes, void *
 
 zpp_status zpp_zero_gather_norms(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
                                  struct zpp_err *err) {
-    return exchange_all(zero, ZPP_DESC_NORM, mine, bytes, all, wait, err);
+    const uint64_t began_ns = zpp_span_begin();
+    const zpp_status status = exchange_all(zero, ZPP_DESC_NORM, mine, bytes, all, wait, err);
+    if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for the other ranks", 0);
+    return status;
 }
 
 /* A step inside the backward has dropped the gradients by now. */

@@ -161,6 +161,7 @@ struct zpp_zero {
     uint64_t pass;     /* reducing backwards so far */
     bool in_backward, reduces;
     bool pass_is_open, pass_reduces, reduces_graphs; /* see pass.c */
+    bool unsettled;       /* all that is reduced went out, and was not waited for */
     _Atomic bool defers;  /* sums wait until this thread waits: for a message (zpp_zero_drive), or for reductions */
     _Atomic bool may_sum; /* ... which it does now, so one of them may run */
     bool shares_backward; /* another coordinator may be in this backward: see zpp_bucket_take */

@@ -4,11 +4,12 @@
  *
  *   closed      a backward is a pass of its own: backward_begin .. backward_end
  *   open        pass_open .. (graph_begin .. grad(u, i, g) .. graph_end) for each graph .. pass_close
+ *   unsettled   from pass_close to settle: reductions are under way, and no result may be read
  *
- * Forwards may come at any time of an open pass. A unit is reduced in the last graph that gives it gradients, and the
- * end of that graph does not wait for the reduction: what the other stages wait for leaves first. pass_close waits.
- * Sums are left until this thread waits for messages of other stages (zpp_zero_drive), or in pass_close: a sum inside
- * the backward would be on the way of all p stages, one after the other.
+ * Forwards may come at any time of an open pass. A unit is reduced in the last graph that gives it gradients, and
+ * neither the end of that graph nor that of the pass waits for the reduction: what the other stages wait for leaves
+ * first. Sums are left until this thread waits for messages of other stages (zpp_zero_drive), or in settle, which is
+ * called before a norm or a step: a sum inside the backward would be on the way of all p stages, one after the other.
  * With `each`, every graph is reduced at its end instead, so that whole gradients live for one graph alone.
  */
 #include <string.h>
@@ -18,6 +19,7 @@
 
 zpp_status zpp_zero_pass_open(zpp_zero *zero, bool reduce, bool each, struct zpp_err *err) {
     if (zero->pass_is_open) return zpp_fail(err, ZPP_STATE, "zero: a pass opens inside an open pass");
+    if (zero->unsettled) return zpp_fail(err, ZPP_STATE, "zero: a pass opens before the one before it was settled");
     const zpp_status status = each ? ZPP_OK : zpp_zero_backward_begin(zero, reduce, err);
     if (status != ZPP_OK) return status;
     zero->pass_is_open = true;
@@ -66,8 +68,11 @@ bool zpp_zero_drive(zpp_zero *zero) {
 
 zpp_status zpp_zero_pass_close(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     if (!zero->pass_is_open) return ZPP_OK;
-    const zpp_status status = zero->reduces_graphs ? ZPP_OK : zpp_zero_backward_end(zero, wait, err);
+    const bool graphs = zero->reduces_graphs;
+    const zpp_status status = graphs ? ZPP_OK : zpp_reduce_send_rest(zero, wait, err);
     if (status != ZPP_OK) return status;
+    if (!graphs) zpp_span_end(zero->backward_ns, ZPP_SPAN_BACKWARD, "backward", 0);
+    zero->in_backward = false;
     zpp_zero_pass_forget(zero);
     zpp_zero_reset_uses(zero);
     return ZPP_OK;

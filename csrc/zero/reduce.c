@@ -347,9 +347,13 @@ static void adopt_result(zpp_zero *zero, struct zpp_unit_grad *grad) {
 }
 
 static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
-    /* They run in order, so the last one is the one to wait for. */
+    /* They run in order, so the last one is the one to wait for. At stage 0 also until the peers have copied this
+     * rank's shards: p.grad is a view of where they lie, and the caller may change it. */
     const uint64_t began_ns = zpp_span_begin();
-    const zpp_status status = zpp_event_sync(zero->units[zero->order[zero->order_count - 1]]->grad->done, wait, err);
+    struct zpp_unit_grad *last = zero->units[zero->order[zero->order_count - 1]]->grad;
+    zpp_status status = zpp_event_sync(last->done, wait, err);
+    if (status == ZPP_OK && zero->copy_ring && !zero->path->settle)
+        status = zpp_bucket_wait_idle(zero, last, wait, err);
     if (status != ZPP_OK) return status;
     zpp_span_end(began_ns, ZPP_SPAN_WAIT, "for reductions", 0);
     for (int at = 0; at < zero->order_count; at++) {
@@ -365,14 +369,29 @@ static zpp_status finish(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
     return zero->path->finish ? zero->path->finish(zero, err) : ZPP_OK;
 }
 
-zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_reduce_send_rest(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward) {
         status = zero->store->end_backward(zero, false, err);
     } else if (zero->reduces && zero->order_count) {
         status = drain(zero, true, wait, err);
-        if (status == ZPP_OK) status = finish(zero, wait, err);
+        zero->unsettled = status == ZPP_OK;
     }
+    return status;
+}
+
+zpp_status zpp_zero_settle(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    if (!zero->unsettled) return ZPP_OK;
+    const zpp_status status = finish(zero, wait, err);
+    if (status != ZPP_OK) return status;
+    zero->unsettled = false;
+    if (!zero->pass_is_open) zero->defers = false;
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = zpp_reduce_send_rest(zero, wait, err);
+    if (status == ZPP_OK) status = zpp_zero_settle(zero, wait, err);
     if (status != ZPP_OK) return status;
     if (!zero->pass_is_open) zpp_zero_reset_uses(zero);
     zero->in_backward = false;
@@ -393,7 +412,7 @@ static void end_alone(zpp_zero *zero) {
 
 void zpp_zero_pass_forget(zpp_zero *zero) {
     zero->pass_is_open = zero->reduces_graphs = false;
-    zero->defers = false;
+    zero->defers = zero->unsettled;
     zero->may_sum = false;
     for (int i = 0; i < zero->units_count; i++) zero->units[i]->awaits_graphs = false;
 }
@@ -401,6 +420,7 @@ void zpp_zero_pass_forget(zpp_zero *zero) {
 void zpp_zero_backward_abort(zpp_zero *zero) {
     struct zpp_err ignored = ZPP_ERR_INIT;
     end_alone(zero);
+    zero->unsettled = false;
     zpp_zero_pass_forget(zero);
     zpp_zero_reset_uses(zero);
     if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward)
@@ -546,7 +566,7 @@ zpp_status zpp_zero_unfreeze(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     char words[ZPP_UNIT_WORDS];
     if (unit->trainable) return ZPP_OK;
-    if (!unit->frozen_reserved || !zero->sealed || zero->in_backward)
+    if (!unit->frozen_reserved || !zero->sealed || zero->in_backward || zero->unsettled)
         return zpp_fail(err, ZPP_STATE, "zero: %s cannot be unfrozen: %s", zpp_unit_words(unit, words, sizeof words),
                         unit->frozen_reserved ? "a backward runs, or nothing is sealed"
                         : "it has no room for gradients");

@@ -111,6 +111,8 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 /* True if a reduction or an exchange is under way that has not ended. */
 bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
+/* The backward is over: what did not go out does so now. zpp_zero_settle waits for it. */
+zpp_status zpp_reduce_send_rest(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 
 enum { ZPP_POOLED_GRADS = 2 }; /* see grad_memory.c */
 struct zpp_pooled_grad {

@@ -178,7 +178,7 @@ zpp_status zpp_zero_backward_begin(zpp_zero *zero, bool reduce, struct zpp_err *
  * So a bucket beyond bucket_bytes is waited for a moment only. */
 void zpp_zero_share_backward(zpp_zero *zero);
 /* Several graphs in one pass (pass.c): between pass_open and pass_close, in the place of backward_begin and _end.
- * `each`: every graph is reduced at its end; else all in one, whose end pass_close waits for. */
+ * `each`: every graph is reduced at its end; else all in one, whose end settle waits for. */
 zpp_status zpp_zero_pass_open(zpp_zero *zero, bool reduce, bool each, struct zpp_err *err);
 enum { ZPP_GRAPH_WITHOUT, ZPP_GRAPH_WITH, ZPP_GRAPH_LAST };
 /* units[units]: a graph with gradients of the unit begins, or the last such of the pass, or one without. `forwards`: of
@@ -186,6 +186,9 @@ enum { ZPP_GRAPH_WITHOUT, ZPP_GRAPH_WITH, ZPP_GRAPH_LAST };
 zpp_status zpp_zero_graph_begin(zpp_zero *zero, const uint8_t *units, int forwards, struct zpp_err *err);
 zpp_status zpp_zero_graph_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 zpp_status zpp_zero_pass_close(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
+/* Wait for the reductions of a pass that was closed. To be called before anything reads or clears gradients, steps, or
+ * begins another backward; a no-op after a backward that is a pass of its own. */
+zpp_status zpp_zero_settle(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 /* For zpp_idle_set: run a sum of gradients that waits for its turn; true if some is left. Never waits. */
 bool zpp_zero_drive(zpp_zero *zero);
 void zpp_zero_pass_forget(zpp_zero *zero); /* part of close and of zpp_zero_backward_abort */

@@ -33,6 +33,8 @@ struct plan {
     size_t params[MAX_UNITS], elems[MAX_UNITS][MAX_PARAMS];
     int trained_from[MAX_UNITS]; /* the step with which a unit begins to be trained; STEPS: it never is */
     int micro_steps[STEPS];
+    bool passes;             /* the micro-steps of a step are graphs of one pass (zero/pass.c), */
+    bool pass_each;          /* each of which is reduced */
     int parts;               /* rank r holds part r % parts of the units in `spread`; 1: all ranks hold the same */
     bool spread[MAX_UNITS];
     struct store_table store;
@@ -72,6 +74,30 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
     if (plan->ranks == 4 && plan->parts == 4 && next_random(random) % 2) plan->parts = 2; /* ... of two */
     for (int unit = 0; unit < plan->units; unit++) plan->spread[unit] = plan->parts > 1 && next_random(random) % 2;
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
+    plan->passes = !plan->backward_step && plan->grads_fraction <= 0.0 && next_random(random) % 2;
+    plan->pass_each = plan->stage > 0 && next_random(random) % 3 == 0;
+    for (int i = 0; i < STEPS && plan->passes && plan->stage > 0; i++)
+        plan->micro_steps[i] += (int)(next_random(random) % 3);
+}
+
+/* --- values: functions of the plan, so that every rank knows those of all --- */
+
+static float first_value(int unit, int part, size_t elem) {
+    return (float)((unit * 1009 + part * 501 + (int)(elem % 997)) % 4096);
+}
+
+/* A multiple of 12, so that the mean over 1..4 ranks is exact. Zero where this rank has no gradient. */
+static float gradient_of(int rank, int unit, size_t elem, int step, int micro) {
+    return (float)(12 * ((rank * 7 + unit * 5 + (int)(elem % 13) + step * 3 + micro) % 11 - 5));
+}
+
+static bool has_gradient(const struct plan *plan, int rank, int unit, size_t param, int step, int micro) {
+    if (plan->backward_step && unit % 3) return true; /* the others come at the end of the backward */
+    return (rank * 3 + unit * 5 + (int)param * 7 + step * 11 + micro * 13) % 4 != 0;
+}
+
+static bool is_trained(const struct plan *plan, int unit, int step) {
+    return step >= plan->trained_from[unit];
 }
 
 #endif

@@ -5,7 +5,8 @@
  * poisoned. Some units are frozen, and are unfrozen before a later step or never. Each computation checks every element
  * of the unit it uses; each reduced gradient is compared with the exact sum, and so is the norm. Steps are of all three
  * kinds: after the backward, inside it, and delayed. In half of the schedules some units are of groups: ranks hold
- * different ones, and those with the same partition them.
+ * different ones, and those with the same partition them. In some the micro-steps of a step are graphs of one pass:
+ * their forwards come in any order before them, and reductions are driven now and then and waited for before the norm.
  *
  * Run: test_zero_schedules [schedules] [first seed]. A failure prints the seed, which repeats it.
  */
@@ -71,24 +72,6 @@ static const struct zpp_wait patience = { .timeout_ns = UINT64_C(60000000000), .
 
 static void must(zpp_status status, const struct zpp_err *err, const char *what) {
     REQUIRE(status == ZPP_OK, "%s: %s (%s)", what, err->text, zpp_status_name(status));
-}
-
-static float first_value(int unit, int part, size_t elem) {
-    return (float)((unit * 1009 + part * 501 + (int)(elem % 997)) % 4096);
-}
-
-/* A multiple of 12, so that the mean over 1..4 ranks is exact. Zero where this rank has no gradient. */
-static float gradient_of(int rank, int unit, size_t elem, int step, int micro) {
-    return (float)(12 * ((rank * 7 + unit * 5 + (int)(elem % 13) + step * 3 + micro) % 11 - 5));
-}
-
-static bool has_gradient(const struct plan *plan, int rank, int unit, size_t param, int step, int micro) {
-    if (plan->backward_step && unit % 3) return true; /* the others come at the end of the backward */
-    return (rank * 3 + unit * 5 + (int)param * 7 + step * 11 + micro * 13) % 4 != 0;
-}
-
-static bool is_trained(const struct plan *plan, int unit, int step) {
-    return step >= plan->trained_from[unit];
 }
 
 /* --- operations of the compute stream ----------------------------------------------------------------------------- */
@@ -228,14 +211,21 @@ static struct zpp_optim_segment *new_groups(void) {
     return groups;
 }
 
-/* `steps`: inside it. */
-static void backward(struct rank_state *state, int step, int micro, bool reduce, bool steps) {
+static void free_scratch(struct rank_state *state) {
+    settle_compute(state);
+    while (state->scratch_count) {
+        state->scratch_count--;
+        zpp_device_free(state->device, state->scratch[state->scratch_count],
+                        state->scratch_bytes[state->scratch_count]);
+    }
+}
+
+/* Compute backward, and give gradients unit by unit or at the end. */
+static void run_graph(struct rank_state *state, int step, int micro) {
     struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
     int order[MAX_UNITS];
     shuffle(state, order, plan->units);
-    must(zpp_zero_backward_begin(state->zero, reduce, &err), &err, "backward begin");
-    if (steps) zpp_step_in_backward_begin(state->inside, new_groups(), 1.0);
     for (int i = plan->units - 1; i >= 0; i--) {
         const int unit = plan->backward_step || next_random(&state->random) % 4 ? i : order[i];
         use_unit(state, unit, ZPP_PHASE_BACKWARD);
@@ -243,15 +233,51 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce,
         if (plan->backward_step) give_gradients(state, unit, step, micro);
     }
     for (int i = plan->units - 1; i >= 0 && !plan->backward_step; i--) give_gradients(state, i, step, micro);
+}
+
+/* `steps`: inside it. */
+static void backward(struct rank_state *state, int step, int micro, bool reduce, bool steps) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    must(zpp_zero_backward_begin(state->zero, reduce, &err), &err, "backward begin");
+    if (steps) zpp_step_in_backward_begin(state->inside, new_groups(), 1.0);
+    run_graph(state, step, micro);
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
     if (steps) must(zpp_step_in_backward_close(state->inside, &err), &err, "the steps that are left");
     must(zpp_zero_release_all(state->zero, &err), &err, "release all");
-    settle_compute(state);
-    while (state->scratch_count) {
-        state->scratch_count--;
-        zpp_device_free(state->device, state->scratch[state->scratch_count],
-                        state->scratch_bytes[state->scratch_count]);
+    free_scratch(state);
+}
+
+/* Some of the forwards that are left come before the next graph; the last graph needs all. */
+static int run_forwards(struct rank_state *state, int done, int micro, int micros) {
+    const int least = micro + 1, more = micros - least;
+    const int until = least + (more > 0 ? (int)(next_random(&state->random) % (uint64_t)(more + 1)) : 0);
+    for (; done < until; done++) forward(state);
+    return done;
+}
+
+/* Several graphs in one pass, as in a pipeline's schedule. */
+static void run_pass(struct rank_state *state, int step, int micros) {
+    struct plan *plan = state->plan;
+    struct zpp_err err = ZPP_ERR_INIT;
+    uint8_t units[MAX_UNITS];
+    must(zpp_zero_pass_open(state->zero, true, plan->pass_each, &err), &err, "pass open");
+    for (int micro = 0, forwards = 0; micro < micros; micro++) {
+        forwards = run_forwards(state, forwards, micro, micros);
+        memset(units, micro == micros - 1 ? ZPP_GRAPH_LAST : ZPP_GRAPH_WITH, sizeof units);
+        must(zpp_zero_graph_begin(state->zero, units, forwards, &err), &err, "graph begin");
+        run_graph(state, step, micro);
+        must(zpp_zero_graph_end(state->zero, &patience, &err), &err, "graph end");
+        must(zpp_zero_end_pass(state->zero, &err), &err, "release");
+        while (next_random(&state->random) % 3 == 0 && zpp_zero_drive(state->zero)) {}
+        free_scratch(state);
     }
+    must(zpp_zero_pass_close(state->zero, &patience, &err), &err, "pass close");
+    must(zpp_zero_release_all(state->zero, &err), &err, "release all");
+    while (next_random(&state->random) % 3 && zpp_zero_drive(state->zero)) {}
+    if (next_random(&state->random) % 2) forward(state); /* an evaluation, before anything wants the gradients */
+    must(zpp_zero_settle(state->zero, &patience, &err), &err, "settle");
+    zpp_zero_reset_uses(state->zero);
+    free_scratch(state);
 }
 
 /* Compute the reduced gradient that is expected from all ranks' gradients of this step so far. */
@@ -504,7 +530,12 @@ static void train_step(struct rank_state *state, int number) {
         if (number && number == plan->trained_from[unit]) must(zpp_zero_unfreeze(state->zero, unit, &err), &err,
                                                                "unfreeze");
     }
+    if (plan->passes) run_pass(state, number, plan->micro_steps[number]);
     for (int micro = 0; micro < plan->micro_steps[number]; micro++) {
+        if (plan->passes) {
+            add_expected(state, number, micro);
+            continue;
+        }
         const bool last = micro == plan->micro_steps[number] - 1;
         forward(state);
         if (plan->backward_step) add_expected(state, number, micro);

@@ -11,8 +11,6 @@ files. Without a trace they cost one load each.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 import os
 from pathlib import Path
@@ -40,8 +38,9 @@ class trace:
 
     Kinds of spans (``cat``): ``forward`` (a module that needs units), ``backward``, ``step`` (the time when shards are
     written), ``gather``, ``reduce``, ``wait`` (for a peer, a gather, a reduction, a file; ``name`` says which), ``read`` and
-    ``write`` (requests to files, from submission to end). ``args.bytes``: bytes moved. ``otherData.reductions_in_waits``: the
-    share of the time of reductions that lies inside waits of this rank, and so costs it nothing.
+    ``write`` (requests to files, from submission to end). ``args.bytes``: bytes moved. ``otherData.reductions_hidden``: the
+    share of the time of reductions that costs nothing: they ran while this rank waited for messages of other ranks, or it waited
+    for other ranks afterwards, as long or longer.
 
     Raises:
         zeropp.Error: a trace is being taken in this process already. zeropp.ConfigError: an unusable path or capacity.
@@ -68,7 +67,7 @@ class trace:
         events = [{"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}]
         for number, span in enumerate(spans):
             events += _events(number, self._rank, *span)
-        other = {"dropped": dropped, "reductions_in_waits": _hidden(spans)}
+        other = {"dropped": dropped, "reductions_hidden": _hidden(spans)}
         whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
         self.file.write_text(json.dumps(whole, separators=(",", ":")), encoding="utf-8")
 
@@ -79,24 +78,39 @@ def _who() -> tuple[int, int]:
     return 0, 1
 
 
+_FOR_MESSAGES = ("for a receive", "for a send")
+_FOR_OTHERS = ("for the other ranks", "until all ranks step")
+
+
 def _hidden(spans: list[Any]) -> float | None:
-    """Return the share of the time of reductions that lies inside waits of the same thread; None: nothing was reduced."""
-    waits: dict[int, list[tuple[int, int]]] = {}
-    for kind, _, thread, began, ended, _ in spans:
+    """Return the share of the time of reductions that no rank waited for; None: nothing was reduced."""
+    threads: dict[int, list[tuple[int, int, str, str]]] = {}
+    for kind, name, thread, began, ended, _ in spans:
+        if kind in ("wait", "reduce"):
+            threads.setdefault(thread, []).append((began, -ended, kind, name))
+    found = [_hidden_in(sorted(own)) for own in threads.values()]
+    whole = sum(one for one, _ in found)
+    return sum(hidden for _, hidden in found) / whole if whole else None
+
+
+def _hidden_in(spans: list[tuple[int, int, str, str]]) -> tuple[int, int]:
+    """Return (the time of reductions, how much of it was hidden) in one thread, whose spans (begin, -end, kind, name) are in order."""
+    whole = hidden = left = until = 0
+    waits = ""
+    for began, minus_ended, kind, name in spans:
+        took = -minus_ended - began
         if kind == "wait":
-            waits.setdefault(thread, []).append((began, ended))
-    # A wait may lie inside another one: from here on `ended` is the latest of those that began before.
-    for one in waits.values():
-        one.sort()
-        one[:] = zip([b for b, _ in one], itertools.accumulate((e for _, e in one), max), strict=True)
-    inside = whole = 0
-    for kind, _, thread, began, ended, _ in spans:
-        if kind == "reduce":
-            own = waits.get(thread, [])
-            at = bisect.bisect_right(own, (began, ended)) - 1
-            whole += ended - began
-            inside += ended - began if at >= 0 and own[at][1] >= ended else 0
-    return inside / whole if whole else None
+            if name in _FOR_OTHERS:  # it came early, although it had reduced first
+                hidden, left = hidden + min(left, took), max(0, left - took)
+            if -minus_ended > until:
+                until, waits = -minus_ended, name
+                left = 0 if name == "for reductions" else left
+            continue
+        whole += took
+        if -minus_ended <= until:
+            hidden += took if waits in _FOR_MESSAGES else 0
+            left += took if waits == "for reductions" else 0
+    return whole, hidden
 
 
 def _events(
