@@ -7,7 +7,7 @@ csrc/base/status.def. Below them stand the pieces that messages are made of.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +40,17 @@ class CommError(Error):
         rank: the rank that caused it, where known.
     """
 
+    places: ClassVar[dict[int, str]] = {}
+    """What ranks of the job are besides, such as ``rank 1 of the pipeline``; ``prepare`` notes it."""
+
     def __init__(self, message: str = "", rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+    def __str__(self) -> str:
+        place = None if self.rank is None else self.places.get(self.rank)
+        said = super().__str__()
+        return said if place is None else f"{said} (rank {self.rank} of the job is {place})"
 
 
 class CommTimeoutError(CommError, TimeoutError):

@@ -3,129 +3,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import zeropp
+from pipelines import (
+    BOUND,
+    CLASSES,
+    CLIP,
+    MICRO,
+    ROWS,
+    WIDTH,
+    Block,
+    Run,
+    adam,
+    alone,
+    batch,
+    loss_of,
+    mesh_of,
+    net,
+    plain,
+    require_close,
+)
 from ranks import of_all_ranks, on_ranks
 from tiny import sentence
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import schedules as torch_schedules
-from zeropp.comm.job import JobRanks, over
+from torch.distributed.pipelining.schedules import UNSHARD
+from zeropp.files.timeline import _hidden
 from zeropp.parallel.cut import balanced
-from zeropp.parallel.mesh import ranks_along
 from zeropp.zero.engine import engine_of
-from zeropp.zero.prepare import prepare_over
-
-MICRO, ROWS, WIDTH, CLASSES, CLIP = 4, 2, 16, 20, 0.1
-BOUND = 2e-5
-"""A step of AdamW moves a weight by about lr = 1e-3; where a gradient is near zero, its rounding turns up in that move."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, CLASSES))
-
-
-def batch(step: int, data_rank: int, micro: int = MICRO) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(100 * step + data_rank)
-    rows = micro * ROWS
-    return torch.randn(rows, WIDTH, generator=draw), torch.randint(0, CLASSES, (rows,), generator=draw)
-
-
-loss_of = nn.functional.cross_entropy
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def alone(mesh: DeviceMesh, steps: int, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Return weights and norms of data parallelism alone, which the data ranks of each stage run for themselves."""
-    ranks = JobRanks(over(ranks_along(mesh, ("dp",))).data)
-    model = net()
-    model, optimizer = prepare_over(ranks, model, adam(model), zeropp.Config(accumulate=MICRO, **options))
-    norms = []
-    for step in range(steps):
-        x, y = batch(step, mesh.get_local_rank("dp"))
-        for rows, classes in zip(x.chunk(MICRO), y.chunk(MICRO), strict=True):
-            loss_of(model(rows), classes).backward()
-        norms.append(optimizer.clip_grad_norm_(CLIP))
-        optimizer.step()
-        optimizer.zero_grad()
-    return zeropp.full_state_dict(model), norms
-
-
-def plain(steps: int, data_ranks: int, micro: int = MICRO) -> tuple[dict[str, Tensor], list[float]]:
-    """Return weights and norms of one process on the joined batch."""
-    model = net()
-    optimizer, norms = adam(model), []
-    for step in range(steps):
-        for data_rank in range(data_ranks):
-            x, y = batch(step, data_rank, micro)
-            for rows, classes in zip(x.chunk(micro), y.chunk(micro), strict=True):
-                (loss_of(model(rows), classes) / (micro * data_ranks)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict(), norms
-
-
-class Run:
-    """A pipeline of all ranks, with `data` data ranks a stage."""
-
-    def __init__(
-        self, mesh: DeviceMesh, name: str, micro: int = MICRO, reduce: str = "last", loss: str | None = None,
-        scale_grads: bool = True, loss_fn: Any = loss_of, **options: Any,
-    ) -> None:  # fmt: skip
-        kind = getattr(torch_schedules, f"Schedule{name}")
-        self.mesh, self.micro = mesh, micro
-        chunks = zeropp.parallel.cut(net(), mesh["pp"], kind)
-        self.chunks, self.optimizer = zeropp.prepare(chunks, adam(chunks), zeropp.Config(**options), mesh=mesh)
-        self.stages = zeropp.parallel.stages(self.chunks, mesh["pp"])
-        stages = self.stages if len(self.stages) > 1 else self.stages[0]
-        schedule = kind(stages, micro, loss_fn=loss_fn, scale_grads=scale_grads)
-        self.schedule = zeropp.parallel.pipeline(schedule, reduce=reduce, loss=loss)
-
-    def forward_backward(self, step: int) -> list[Tensor]:
-        x, y = batch(step, self.mesh.get_local_rank("dp"), self.micro)
-        last = any(stage.is_last for stage in self.stages)
-        losses: list[Tensor] = []
-        given = (x,) if any(stage.is_first for stage in self.stages) else ()
-        self.schedule.step(*given, target=y if last else None, losses=losses if last else None)
-        return losses
-
-    def train(self, steps: int) -> tuple[dict[str, Tensor], list[float]]:
-        norms = []
-        for step in range(steps):
-            self.forward_backward(step)
-            norms.append(self.optimizer.clip_grad_norm_(CLIP))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return zeropp.full_state_dict(self.chunks), norms
-
-
-def mesh_of(stages: int, data_ranks: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (stages, data_ranks), mesh_dim_names=("pp", "dp"))
-
-
-def require_close(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
-    for name, values in found.items():
-        assert float((values - wanted[name]).abs().max()) <= bound, name
-
+from zeropp.zero.model.parameter import PartitionedParameter
+from zeropp.zero.model_state import SHARD
 
 HELD = {"host_copy": "off"}
 
@@ -260,10 +174,6 @@ def test_refusals() -> None:
         pass
     told = sentence(lambda: zeropp.prepare(net(), None, zeropp.Config(stage=2), mesh=mesh), zeropp.ConfigError)
     assert "parameter '0.weight' is on ranks 0 and 1 of the pipeline" in told, told
-    tied = net()
-    tied[6].up.weight = tied[1].up.weight
-    told = sentence(lambda: zeropp.parallel.cut(tied, mesh["pp"], kind), zeropp.ConfigError)
-    assert "tied parameters across ranks are not supported yet" in told, told
     told = sentence(lambda: zeropp.parallel.cut(Block(), mesh["pp"], kind), zeropp.ConfigError)
     assert "Block has no plan" in told, told
 
@@ -369,7 +279,7 @@ def test_hooks_see_one_micro_batch(stage: int) -> None:
 @pytest.mark.parametrize("name", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
 @on_ranks(4, backend="zeropp")
 def test_reductions_run_in_waits(name: str) -> None:
-    """Sums of gradients run while this rank waits: for messages of other stages, or at the end of the schedule's step."""
+    """Sums of gradients run while this rank waits: for messages of other stages, or before the norm."""
     run = Run(mesh_of(2, 2), name, stage=2)
     run.train(1)  # torch finds out shapes first
     with tempfile.TemporaryDirectory() as folder:
@@ -378,7 +288,92 @@ def test_reductions_run_in_waits(name: str) -> None:
         written = json.loads(trace.file.read_text())
     spans = [event for event in written["traceEvents"] if event.get("cat") in ("reduce", "wait")]
     sums = [event for event in spans if event["cat"] == "reduce"]
-    hidden = written["otherData"]["reductions_in_waits"]
+    waits = [event for event in spans if event["cat"] == "wait"]
     assert len(sums) >= 2 * len([unit for unit in engine_of(run.chunks).units if unit.trainable])
-    assert hidden >= 0.9, (hidden, [(one["cat"], one["name"], one["ts"], one["dur"]) for one in spans])
+    for one in sums:
+        end = one["ts"] + one["dur"]
+        assert any(wait["ts"] <= one["ts"] and end <= wait["ts"] + wait["dur"] for wait in waits), one
     assert {"for a receive", "for reductions"} <= {one["name"] for one in spans}
+    assert 0.0 <= written["otherData"]["reductions_hidden"] <= 1.0
+    assert [one for one in waits if one["name"] == "for the other ranks"]
+
+
+def deep() -> nn.Sequential:
+    """Return a net of which every chunk has several blocks, whose units are cut over the ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(10)), nn.Linear(WIDTH, CLASSES))
+
+
+@on_ranks(4)
+def test_gathers_follow_the_schedule() -> None:
+    """Stage 3 without a shared copy: a chunk is gathered once for each UNSHARD, or for each micro-batch, forward and backward."""
+    bits = []
+    for gather in (None, "use"):
+        run = Run(mesh_of(2, 2), "Interleaved1F1B", gather=gather, build=deep, stage=3, prefetch=0, **HELD)
+        run.train(1)  # torch finds out shapes first
+        with tempfile.TemporaryDirectory() as folder:
+            with zeropp.trace(f"{folder}/trace.json") as trace:
+                run.train(1)
+            events = json.loads(trace.file.read_text())["traceEvents"]
+        actions = run.schedule.pipeline_order_with_comms[run.mesh.get_local_rank("pp")]
+        units = [unit for unit in engine_of(run.chunks).units if unit.place == SHARD]
+        wanted = 0
+        for stage in run.stages:
+            own = sum(any(e.param is p for e in unit.params for p in stage.submod.parameters()) for unit in units)
+            unshards = sum(a.computation_type == UNSHARD and a.stage_index == stage.stage_index for a in actions)
+            wanted += own * (unshards if gather is None else 2 * MICRO)
+            assert own and unshards
+        assert len([event for event in events if event.get("cat") == "gather"]) == wanted
+        run.train(1)
+        assert all(type(e.param) is PartitionedParameter for unit in units for e in unit.params)
+        x, y = batch(0, 0)
+        last = any(stage.is_last for stage in run.stages)
+        run.schedule.eval(*((x,) if run.stages[0].is_first else ()), target=y if last else None)
+        bits.append(zeropp.full_state_dict(run.chunks))
+    assert all(torch.equal(values, bits[1][name]) for name, values in bits[0].items())
+
+
+@on_ranks(4)
+def test_bytes_of_gradients() -> None:
+    """`reduce="each"` holds 1/N of the chunk's gradients and a bucket between micro-batches; `"last"` holds all of them."""
+    held: dict[str, list[dict[str, int]]] = {}
+    for reduce in ("each", "last"):
+        run = Run(mesh_of(2, 2), "1F1B", reduce=reduce, stage=2, bucket_bytes=1 << 12)
+        chunk, seen = run.schedule._zeropp.chunks[0], held.setdefault(reduce, [])
+        core = engine_of(run.chunks).core
+        original = chunk.backward
+
+        @contextlib.contextmanager
+        def backward(
+            kind: str, last: bool, inner: Any = original, core: Any = core, seen: Any = seen
+        ) -> Iterator[None]:
+            with inner(kind, last):
+                yield
+            seen.append(core.memory())
+
+        chunk.backward = backward
+        run.forward_backward(0)
+        whole = sum(unit.elems for unit in engine_of(run.chunks).units) * 4
+        shards = sum(unit.shard_elems for unit in engine_of(run.chunks).units) * 4
+        largest = max(unit.elems * 4 + len(unit.params) for unit in engine_of(run.chunks).units)
+        assert len(seen) == MICRO and shards == whole // 2
+        for one in seen:
+            assert one["grads"] == shards
+            if reduce == "each":
+                assert one["buckets_peak"] <= max(1 << 12, largest) + 64 < whole
+            else:
+                assert one["buckets"] >= whole
+
+
+def test_hidden_share() -> None:
+    """A sum inside a wait for a message is hidden; one that was waited for is, as far as this rank waits for others afterwards."""
+    message = [("wait", "for a receive", 1, 0, 100, 0), ("reduce", "a", 1, 10, 50, 0)]
+    assert _hidden(message) == 1.0
+    waited = [("wait", "for reductions", 1, 0, 100, 0), ("reduce", "a", 1, 10, 50, 0)]
+    assert _hidden(waited) == 0.0
+    assert _hidden([*waited, ("wait", "for the other ranks", 1, 100, 110, 0)]) == 0.25
+    others = [("wait", "for the other ranks", 1, 100, 110, 0), ("wait", "until all ranks step", 1, 120, 900, 0)]
+    assert _hidden([*waited, *others]) == 1.0
+    assert _hidden([("reduce", "a", 1, 10, 50, 0), *others]) == 0.0
+    assert _hidden([*message, ("reduce", "b", 2, 10, 50, 0)]) == 0.5
+    assert _hidden(others) is None

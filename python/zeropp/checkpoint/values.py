@@ -21,6 +21,7 @@ from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
 from zeropp.zero.model.parameter import Ref, ref_of
 from zeropp.zero.model.part import parts_of
+from zeropp.zero.model.tied import require_untied
 from zeropp.zero.model_state import WHOLE, Entry, Unit
 from zeropp.zero.step import moments
 
@@ -94,6 +95,7 @@ def set_local(param: nn.Parameter, values: torch.Tensor, kind: str = "value") ->
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    require_untied([part.unit], "set_local")
     if flat.numel() != part.elems:
         raise ConfigError(
             f"set_local: {flat.numel()} elements for '{part.name}', of which this rank has {part.elems}: "
@@ -115,6 +117,7 @@ def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> 
         zeropp.ConfigError: another shape; no such kind. zeropp.Error: there is no gradient or state yet.
     """
     part = _Part(_ref(param))
+    require_untied([part.unit], "set_full")
     shape = tuple(part.entry.held.whole)
     if tuple(values.shape) != shape:
         raise ConfigError(f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {shape}")

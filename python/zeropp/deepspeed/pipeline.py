@@ -215,6 +215,8 @@ class PipelineModule(nn.Module):
             if seed is not None:
                 seed(base_seed + index)
             self.forward_funcs.append(self._built(index, self._layer_specs[index]))
+        shared = self.tied_modules.named_parameters(prefix="tied_modules")
+        self._zeropp_tied = [[name] for name, _ in shared]  # zero/model/tied.py
 
     def _built(self, index: int, layer: Any) -> Callable[..., Any]:
         """Return what runs a layer; its module gets its number, or the key that it shares, as its name."""

@@ -22,13 +22,19 @@ class Chunks(nn.ModuleList):
     """The chunks of one rank: a ModuleList whose parameters and buffers keep the names that they have in their chunk.
 
     Args:
-        chunks: modules whose names are those of the whole model, so that no name is on two stages.
+        chunks: modules whose names are those of the whole model. What stages have under one name is one parameter: it begins with
+            equal values, and each stage adds the gradients of all of them.
         indices: the stage of each, among all stages; None: chunk k of rank r is stage r + k ranks.
+        tied: of each parameter that several stages have, all names in the whole model, such as ``("embed.weight", "head.weight")``. The
+            values are those of the first stage. Names that no chunk here has do no harm.
     """
 
-    def __init__(self, chunks: Iterable[nn.Module], indices: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, chunks: Iterable[nn.Module], indices: Sequence[int] | None = None, tied: Iterable[Sequence[str]] = ()
+    ) -> None:
         super().__init__(chunks)
         self.indices = None if indices is None else list(indices)
+        self._zeropp_tied = [list(names) for names in tied]  # zero/model/tied.py
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -96,7 +102,7 @@ def cut(model: nn.Module, mesh: DeviceMesh, schedule: type, *, chunks: int | Non
         Keywords, such as a mask that differs by micro-batch, go to every stage.
 
     Raises:
-        zeropp.ConfigError: no plan, fewer layers than stages, or a parameter that stages on two ranks would share.
+        zeropp.ConfigError: no plan, or fewer layers than stages.
     """
     rank, ranks = place_in(mesh, "cut")
     return chunks_of(model, rank, ranks, schedule, chunks)
@@ -108,12 +114,12 @@ def chunks_of(model: nn.Module, rank: int, ranks: int, schedule: type, chunks: i
     spine = _spine(model)
     bounds = balanced([_elems(one) for one in spine.layers], _elems(*spine.before), _elems(*spine.after), count * ranks)
     placed = [stage_indices(one, ranks, count, style) for one in range(ranks)]
-    _refuse_tied(model, spine, bounds, {stage: one for one in range(ranks) for stage in placed[one]})
+    tied = _tied_over(model, spine, bounds, {stage: one for one in range(ranks) for stage in placed[one]})
     kept = {id(parameter): parameter for parameter in model.parameters()}
     copies = [copy.deepcopy(model, dict(kept)) for _ in range(count - 1)] + [model]
     for one, stage in zip(copies, placed[rank], strict=True):
         _keep(one, bounds, stage)
-    return Chunks(copies, placed[rank])
+    return Chunks(copies, placed[rank], tied)
 
 
 # -- what follows what -------------------------------------------------------------------------------------------------
@@ -240,8 +246,8 @@ def balanced(sizes: Sequence[int], before: int, after: int, parts: int) -> list[
     return least[len(weights)][1]
 
 
-def _refuse_tied(model: nn.Module, spine: Any, bounds: list[int], rank_of: dict[int, int]) -> None:
-    """Refuse a parameter that two ranks would have; two chunks of one rank may share it."""
+def _tied_over(model: nn.Module, spine: Any, bounds: list[int], rank_of: dict[int, int]) -> list[list[str]]:
+    """Return the names of each parameter that two ranks will have; two chunks of one rank share one as ever."""
     where: dict[int, set[int]] = {}
 
     def place(modules: Iterable[nn.Module], stage: int) -> None:
@@ -254,10 +260,7 @@ def _refuse_tied(model: nn.Module, spine: Any, bounds: list[int], rank_of: dict[
         place(layers[bounds[stage] : bounds[stage + 1]], stage)
     place(spine.before, 0)
     place(spine.after, len(bounds) - 2)
-    for name, parameter in model.named_parameters():
-        if len(where.get(id(parameter), ())) > 1:
-            raise ConfigError(
-                f"cut: parameter '{name}' would be on two ranks of the pipeline, and tied parameters across ranks are not supported yet; untie "
-                "it (tie_word_embeddings=False), or use a schedule whose first and last stage are on one rank "
-                "(ScheduleZBVZeroBubble, ScheduleDualPipeV)"
-            )
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [named for parameter, named in names.items() if len(where.get(id(parameter), ())) > 1]

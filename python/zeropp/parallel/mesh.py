@@ -13,10 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.comm.collective import exchange
 from zeropp.comm.job import JobRanks, over, world
 from zeropp.errors import ConfigError, what_it_is
 
@@ -59,22 +57,11 @@ def is_pipelined(mesh: DeviceMesh) -> bool:
     return "pp" in names and int(mesh.mesh.shape[names.index("pp")]) > 1
 
 
-def refuse_shared_names(model: nn.Module, mesh: DeviceMesh, ranks: JobRanks) -> None:
-    """Collective: refuse a parameter whose name two stages of a pipeline have, before each of them would train its own.
-
-    Raises:
-        zeropp.ConfigError: on every rank, with the name and the stages.
-    """
-    names = [name for name, _ in model.named_parameters()] if ranks.data is None or ranks.data.rank == 0 else []
-    stage_of: dict[str, int] = {}
-    for stage, listed in exchange(ranks.all, [mesh.get_local_rank("pp"), names]):
-        for name in listed:
-            if stage_of.setdefault(name, stage) != stage:
-                raise ConfigError(
-                    f"prepare: parameter '{name}' is on ranks {stage_of[name]} and {stage} of the pipeline; parameters that are tied across "
-                    "ranks are not supported yet, so untie them; if they are two parameters, give each chunk the names of the "
-                    "whole model, as zeropp.parallel.cut and zeropp.parallel.Chunks([...]) do"
-                )
+def places_in_pipeline(mesh: DeviceMesh) -> dict[int, str]:
+    """Return what each rank of the job is in the pipeline, for messages."""
+    names = mesh.mesh_dim_names or ()
+    stages = mesh.mesh.movedim(names.index("pp"), 0).flatten(1).tolist()
+    return {int(rank): f"rank {stage} of the pipeline" for stage, ranks in enumerate(stages) for rank in ranks}
 
 
 def data_names(names: Iterable[str], data_dims: Sequence[str] | None, caller: str) -> tuple[str, ...]:

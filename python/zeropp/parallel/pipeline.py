@@ -3,14 +3,14 @@
 
 torch's schedules run the micro-batches and send activations. What they do not know of ZeRO is added here: which backwards
 belong to one step and which of them is the last of a chunk, so that gradients are reduced once; and where a split backward
-puts gradients of weights. A reduction begins inside the last backward of its chunk, and its end is waited for when the
-schedule's step is over, so that the gradient for the stage before leaves first (csrc/zero/pass.c).
+puts gradients of weights. A reduction begins inside the last backward of its chunk, and its end is waited for before the
+norm or the step, so that the gradient for the stage before leaves first (csrc/zero/pass.c).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineSchedule
+from torch.distributed.pipelining.schedules import (
+    RESHARD,
+    UNSHARD,
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
 
 from zeropp.errors import ConfigError, Error, what_it_is
 from zeropp.parallel.cut import Chunks, place_in, stage_indices
@@ -75,6 +82,19 @@ class _Chunk:
         last = {index: _WITH if index in shared else _LAST for index in own}
         self._last_units = bytes(last.get(index, _WITHOUT) for index in range(len(engine.units)))
         self.forwards = self.backwards = 0
+        self._holds = False
+
+    def hold(self) -> None:
+        """Gather the chunk's units, and keep them whole (UNSHARD)."""
+        if not self._holds:
+            self._engine.core.pass_hold(self._units, 1)
+            self._holds = True
+
+    def let_go(self) -> None:
+        """Keep the units whole no more (RESHARD)."""
+        if self._holds:
+            self._holds = False
+            self._engine.core.pass_hold(self._units, -1)
 
     def scale_loss(self, bwd_kwargs: dict[str, Any]) -> None:
         """Scale the loss of the last stage where the precision is fp16."""
@@ -148,18 +168,35 @@ class _Step:
     def run(self, micro_batches: int) -> Iterator[None]:
         """Surround all micro-batches of one step: their backwards are one pass."""
         core, scaler = self.engine.core, self.engine.scaler
+        self.engine.ties.require_cleared()
         core.pass_open(self.each, self.parts)
         before = core.backwards
         for chunk in self.chunks:
             chunk.forwards = chunk.backwards = 0
         try:
-            yield
+            with self._holding():
+                yield
             self._require_backwards(micro_batches)
             core.pass_close()
         except BaseException:
             core.pass_abort()
             raise
         scaler.backwards += core.backwards - before
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Surround all micro-batches of an evaluation."""
+        with torch.no_grad(), self._holding():
+            yield
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Keep no unit whole at the end, also where the schedule ends by an exception."""
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.let_go()
 
     def _require_backwards(self, wanted: int) -> None:
         for chunk in self.chunks:
@@ -177,7 +214,8 @@ def _class_for(original: type) -> type:
     """Return the class that adopted schedules of a class have: it surrounds the micro-batches of each step."""
 
     def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._zeropp.run(self._n_microbatches) if self._has_backward else torch.no_grad():
+        step = self._zeropp
+        with step.run(self._n_microbatches) if self._has_backward else step.evaluation():
             return original._step_microbatches(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     if original not in _classes:
@@ -186,7 +224,7 @@ def _class_for(original: type) -> type:
     return _classes[original]
 
 
-def pipeline(schedule: S, reduce: str = "last", loss: str | None = None) -> S:
+def pipeline(schedule: S, reduce: str = "last", loss: str | None = None, gather: str | None = None) -> S:
     """Let one of torch's pipeline schedules train a prepared model, with any stage of ZeRO.
 
     Args:
@@ -197,6 +235,9 @@ def pipeline(schedule: S, reduce: str = "last", loss: str | None = None) -> S:
             micro-batches each rank holds 1/N of them, at as many times the traffic; the sums are rounded in another order.
         loss: ``"mean"``: the loss of the step is the mean of the micro-batches' losses; ``"sum"``: their sum. None: as the schedule's
             ``scale_grads`` says, which torch sets to True, the mean. The factor is part of the reduction.
+        gather: at stage 3, ``"schedule"``: all units of a chunk are whole from the schedule's UNSHARD to its RESHARD, and are gathered once
+            for that (GPipe and 1F1B have no such actions). ``"use"``: a unit is gathered for each micro-batch that needs it,
+            forward and backward, so that few are whole at a time. None: ``"schedule"``, but ``"use"`` for parameters on NVMe.
 
     Returns:
         The schedule. Between ``schedule.step(...)`` and ``optimizer.step()`` gradients are clipped as always.
@@ -206,7 +247,7 @@ def pipeline(schedule: S, reduce: str = "last", loss: str | None = None) -> S:
         zeropp.ConfigError: not one of torch's schedules, a stage whose module was not prepared, or an option that pipelines do not
             support: ``step_in_backward``, ``efficiency``, a delayed update.
     """
-    _check_options(reduce, loss)
+    _check_options(reduce, loss, gather)
     stages = _stages_of(schedule)
     if hasattr(schedule, "_zeropp"):
         raise ConfigError("pipeline: the schedule was adopted already; adopt each schedule once")
@@ -214,14 +255,25 @@ def pipeline(schedule: S, reduce: str = "last", loss: str | None = None) -> S:
     _check(engine)
     mean = schedule.scale_grads if loss is None else loss == "mean"
     parts = schedule._n_microbatches if mean else 1
-    schedule._zeropp = _Step(engine, _adopt(stages, engine), reduce == "each", parts)  # type: ignore[attr-defined]
+    chunks = _adopt(stages, engine)
+    schedule._zeropp = _Step(engine, chunks, reduce == "each", parts)  # type: ignore[attr-defined]
+    if isinstance(schedule, _PipelineScheduleRuntime) and gather != "use" and (gather or not engine.params.in_file):
+        _follow(schedule, {chunk.index: chunk for chunk in chunks})
     schedule.__class__ = _class_for(type(schedule))
     engine.core.require_pass()
     return schedule
 
 
-def _check_options(reduce: Any, loss: Any) -> None:
-    for name, value, allowed in (("reduce", reduce, ("last", "each")), ("loss", loss, (None, "mean", "sum"))):
+def _follow(schedule: _PipelineScheduleRuntime, chunks: Mapping[int, _Chunk]) -> None:
+    """Let the units of chunks come and go with the schedule's UNSHARD and RESHARD, which torch has for FSDP."""
+    schedule.register_custom_function(UNSHARD, lambda action, _: chunks[action.stage_index].hold())
+    schedule.register_custom_function(RESHARD, lambda action, _: chunks[action.stage_index].let_go())
+
+
+def _check_options(reduce: Any, loss: Any, gather: Any) -> None:
+    for name, value, allowed in (
+        ("reduce", reduce, ("last", "each")), ("loss", loss, (None, "mean", "sum")), ("gather", gather, (None, "schedule", "use")),
+    ):  # fmt: skip
         if value not in allowed:
             raise ConfigError(f"pipeline: {name} {value!r} is not known; wanted one of {', '.join(map(repr, allowed))}")
 

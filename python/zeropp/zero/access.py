@@ -18,6 +18,7 @@ from zeropp.zero.formulas import model_states, pools_grads, sizes_of, tier_buffe
 from zeropp.zero.model.init import is_sharded, whole_built
 from zeropp.zero.model.parameter import raise_strays, ref_of
 from zeropp.zero.model.part import Parts, parts_of, with_values, without_values
+from zeropp.zero.model.tied import require_untied
 from zeropp.zero.model_state import FILE, SHARD, Bytes, Unit
 from zeropp.zero.offload.storage import disk_traffic
 
@@ -74,6 +75,7 @@ def gathered(
             yield
             return
         if write:
+            require_untied(units, "gathered(write=True)")
             engine.flush()
             engine.params.require_exact("zeropp.gathered(..., write=True) was called")
         for unit in units:

@@ -24,6 +24,7 @@ from zeropp.files import folder_writer
 from zeropp.zero.model.arrivals import Arrivals, HookOrder
 from zeropp.zero.model.dtensor import like
 from zeropp.zero.model.parameter import Ref, engines, raise_strays, ref_of
+from zeropp.zero.model.tied import Ties
 from zeropp.zero.model.units import local_of
 from zeropp.zero.model_state import DTYPES, ModelState, Part, Unit, tensor_over
 from zeropp.zero.offload.storage import Storage
@@ -211,6 +212,7 @@ class Engine(ModelState):
         self.hook_order = HookOrder()
         self.arrivals: list[Arrivals] = []  # of the units of DTensors
         self.unfreezing: Any = None  # build.py makes it; it knows the strategies
+        self.ties = Ties(self, ())
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -283,6 +285,7 @@ class Engine(ModelState):
     def clear_gradients(self) -> None:
         """Forget all gradients, as ``optimizer.zero_grad()`` does."""
         self.core.clear_grads()
+        self.ties.cleared()
         self.grads.forget()
         self.clip_scale = 1.0
         self.norm = None

@@ -325,6 +325,7 @@ class Unit:
     first_param: int = 0  # number of its first parameter in the model
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     held: bool = False  # it stays in memory, where other units have states in files
+    tied: tuple[int, ...] = ()  # the ranks of a pipeline that hold its one parameter, where several do
     params_in: ParamStore = field(default_factory=ParamStore)  # in a file `shard` has a size, and no values
     states_in: StateStore = field(default_factory=StateStore)  # in a file `master` and `state` stay empty
 

@@ -19,15 +19,15 @@ from zeropp.comm import job
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of, with_tiers
 from zeropp.efficiency import attach as efficiency
-from zeropp.errors import ConfigError, what_it_is
+from zeropp.errors import CommError, ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
 from zeropp.health import preflight
 from zeropp.health.first_use import require_healthy
-from zeropp.parallel.mesh import is_pipelined, ranks_of, refuse_shared_names, tensor_mesh
+from zeropp.parallel.mesh import is_pipelined, places_in_pipeline, ranks_along, ranks_of, tensor_mesh
 from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
-from zeropp.zero.model import buffers, dtensor, meta
+from zeropp.zero.model import buffers, dtensor, meta, tied
 from zeropp.zero.model.accelerator import check_accelerator, check_parameter_device, device_of
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
@@ -86,22 +86,24 @@ def prepare(
     if mesh is None or ranks is None or not is_pipelined(mesh):
         return prepare_over(ranks, model, optimizer, config, cut_over=cut_over)
     _check_arguments(model, optimizer)
-    refuse_shared_names(model, mesh, ranks)
-    prepared = prepare_over(ranks, model, optimizer, config, cut_over=cut_over)
+    CommError.places.update(places_in_pipeline(mesh))
+    ties = tied.find_ties(model, ranks, mesh.get_local_rank("pp"), ranks_along(mesh, ("pp",)))
+    prepared = prepare_over(ranks, model, optimizer, config, cut_over=cut_over, ties=ties)
     engine_of(model).core.require_pass()
     return prepared
 
 
 def prepare_over(
     ranks: job.JobRanks | None, model: M, optimizer: Optimizer | None, config: Any, spreads: Sequence[Spread] = (),
-    cut_over: DeviceMesh | None = None,
+    cut_over: DeviceMesh | None = None, ties: Sequence[tied.Tie] = (),
 ) -> tuple[M, Any]:  # fmt: skip
     """Do as :func:`prepare`, with the ranks that the caller names; None: those of the default group, all of them data ranks.
 
     Ranks with other data ranks may prepare other models, such as the stages of a pipeline: units are partitioned and gradients averaged
     over ``ranks.data``; norm, clipping, loss scale, skipped steps and votes are those of all of ``ranks.job``.
     ``spreads``: modules whose parameters differ between data ranks, such as experts (spread.py). ``cut_over``: the ranks that
-    may hold slices of one parameter, as DTensors; plain parameters are equal on all of them.
+    may hold slices of one parameter, as DTensors; plain parameters are equal on all of them. ``ties``: parameters that other stages
+    of a pipeline hold as well.
     """
     _check_arguments(model, optimizer)
     raise_strays()
@@ -110,6 +112,7 @@ def prepare_over(
         return model, optimizer
     config = as_config(config, "prepare")
     device = device_of(model, config)
+    tied.require_cpu(ties, device)
     mistake = _mistake_of(model, config, device)
     ranks = job.world() if ranks is None else ranks
     comm = ranks.data
@@ -119,7 +122,7 @@ def prepare_over(
     if division is not None:
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
-    plans = _plan(model, optimizer, config, ranks, division, spreads)
+    plans = _plan(model, optimizer, config, ranks, division, spreads, ties)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)))
@@ -128,6 +131,7 @@ def prepare_over(
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
     dtensor.note_copies(engine.units, mesh)
+    engine.ties = tied.Ties(engine, ties)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
     engine.core.publish()
     if comm is not None:
@@ -172,18 +176,21 @@ def _plan(
     ranks: job.JobRanks,
     division: Division | None,
     spreads: Sequence[Spread],
+    ties: Sequence[tied.Tie],
 ) -> list[UnitPlan]:
     """Return the units of a model; raise zeropp.ConfigError where they do not go with the options, or differ between ranks."""
     comm = ranks.data
-    facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks, spreads)}
+    facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks, spreads), **_tied_facts(ties)}
     compat.check(facts)
     efficiency.check(model, config)
     meta.check_draws(model)
     check_spreads(spreads, model, comm)
     parts, apart = (None, []) if division is None else (division.parts, division.apart)
     apart = [*modules_of(spreads), *apart]
-    plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, apart)
+    alone = [tie.param for tie in ties]
+    plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, apart, alone)
     mark_plans(plans, spreads, division)
+    tied.mark_plans(plans, ties)
     facts |= _cut_facts(plans)
     compat.check(facts)
     _check_plans(plans, facts)
@@ -339,6 +346,11 @@ def _attach_first(model: nn.Module, optimizer: Optimizer) -> None:
     if engine_of(model).optimizer_ref is not None:
         raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
     attach(model, optimizer)
+
+
+def _tied_facts(ties: Sequence[tied.Tie]) -> dict[str, Any]:
+    """Return whether stages of a pipeline share parameters."""
+    return {compat.TIED: Named(True, compat.TIED)} if ties else {}
 
 
 def _cut_facts(plans: list[UnitPlan]) -> dict[str, Any]:

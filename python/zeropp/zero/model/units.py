@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -219,6 +220,7 @@ def refuse_lazy(model: nn.Module, caller: str) -> None:
 def plan_units(
     model: nn.Module, units: object = "auto", compute_dtype: torch.dtype | None = None, ignored: Iterable[str] = (),
     parts: Mapping[nn.Parameter, nn.Parameter] | None = None, apart: Iterable[nn.Module] = (),
+    alone: Iterable[nn.Parameter] = (),
 ) -> list[UnitPlan]:  # fmt: skip
     """Split a model's parameters into units, in the order of first use as registered.
 
@@ -230,6 +232,7 @@ def plan_units(
         ignored: names of what is in no unit, see :func:`ignored_parameters`.
         parts: by parameter, the part of it that this rank has; parts are in units of their own.
         apart: modules that are a block each, whatever they stand in.
+        alone: parameters that are a unit each.
 
     Returns:
         Plans in registration order, the same on every rank for the same model.
@@ -239,13 +242,14 @@ def plan_units(
         del names[parameter]
     homes = _homes(model, units) | {inner: (block,) for block in apart for inner in block.modules()}
     module_names = {m: n or "(model)" for n, m in model.named_modules()}
-    parts = parts or {}
-    members: dict[tuple[Triggers, torch.dtype, bool, int, int], list[nn.Parameter]] = {}
+    parts, number = parts or {}, dict(zip(alone, itertools.count(1)))
+    members: dict[tuple[Triggers, torch.dtype, bool, int, tuple[int, int]], list[nn.Parameter]] = {}
     for parameter in names:
         triggers = _triggers(owners[parameter], homes)
         dtype = _held_dtype(parameter, owners[parameter], compute_dtype)
         parted = _parts_count(parts.get(parameter))
-        key = (triggers, dtype, parameter.requires_grad, parted, kind_of(parameter))
+        kind = (kind_of(parameter), number.get(parameter, 0))
+        key = (triggers, dtype, parameter.requires_grad, parted, kind)
         members.setdefault(key, []).append(parameter)
     blocks = set(homes.values())
     return [
