@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from zeropp.checkpoint.job.layout import job_of
 from zeropp.checkpoint.job.whole import JobState
 from zeropp.checkpoint.sources import FILE_BYTES, Source, as_model_has, opened, plan_files, write_file, write_index
-from zeropp.comm.collective import broadcast
+from zeropp.comm.collective import broadcast, job_of
 from zeropp.errors import CheckpointError, are, counted
 from zeropp.files import disk
 from zeropp.files.hub_names import as_in_files

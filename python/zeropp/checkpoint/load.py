@@ -19,12 +19,12 @@ from torch import nn
 from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import finish
 from zeropp.checkpoint.full_state import write_piece
-from zeropp.checkpoint.job.layout import entries_of, job_of
+from zeropp.checkpoint.job.layout import entries_of
 from zeropp.checkpoint.manifest import candidates, none_good, read_manifest
 from zeropp.checkpoint.pieces import Files
 from zeropp.checkpoint.plain import from_plain
 from zeropp.checkpoint.save import check_optimizer
-from zeropp.comm.collective import Ranks
+from zeropp.comm.collective import Ranks, job_of
 from zeropp.errors import CheckpointError, ConfigError, are, counted
 from zeropp.files import safefile
 from zeropp.zero.engine import Engine, engine_of

@@ -28,10 +28,10 @@ from zeropp.checkpoint import loaders, random_state
 from zeropp.checkpoint.background import Saving
 from zeropp.checkpoint.content import FORMAT, VERSION, part_json, part_name
 from zeropp.checkpoint.job.folders import Group, rank_in_job
-from zeropp.checkpoint.job.layout import Layout, entries_of, job_of, layout_of
+from zeropp.checkpoint.job.layout import Layout, entries_of, layout_of
 from zeropp.checkpoint.manifest import LATEST, MANIFEST, SCALES, SPARE, leftovers_in, manifest_text, steps_in
 from zeropp.checkpoint.plain import to_plain
-from zeropp.comm.collective import Ranks
+from zeropp.comm.collective import Ranks, job_of
 from zeropp.errors import CheckpointError, ConfigError, Error
 from zeropp.files import disk as files
 from zeropp.files import folder_writer, safefile

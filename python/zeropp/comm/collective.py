@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -113,3 +114,18 @@ class Ranks:
     def only_rank_0(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0; every rank gets its result, or an error."""
         return cast(T, self.all_do(lambda: work() if self.rank == 0 else None)[0])
+
+
+def job_of(engine: Any) -> Ranks:
+    """Return all ranks of the job that an engine belongs to: they step together, and fail together."""
+    comm = engine.comm if engine.job is None else engine.job
+    return Ranks(_JobMember(0, 1, None) if comm is None else _JobMember(comm.rank, comm.ranks, comm))
+
+
+@dataclass(frozen=True)
+class _JobMember:
+    """This rank among all ranks of the job."""
+
+    rank: int
+    ranks: int
+    comm: Any

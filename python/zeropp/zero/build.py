@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.comm.collective import broadcast
+from zeropp.comm.collective import broadcast, job_of
 from zeropp.comm.group import host_communicator
 from zeropp.comm.job import JobRanks
 from zeropp.config import Config
@@ -73,7 +73,8 @@ def make_engine(
         engine.sharers = len(comm.host_ranks)
     engine.states = memory = MemoryStates()
     engine.unfreezing = Unfreezing(engine)
-    try:
+
+    def make_stores() -> None:
         _make_stores(engine, model, plans)
         in_memory = ParamStore()
         for index, plan in enumerate(plans):
@@ -85,6 +86,12 @@ def make_engine(
                 engine.show_gradients(unit)
         _mark_experts(model)
         _make_late_stores(engine, moments)
+
+    try:
+        if engine.job is None:
+            make_stores()
+        else:  # a disk that fails on one stage of a pipeline ends prepare on all of them
+            job_of(engine).all_do(make_stores)
     except BaseException:
         engine.close()
         raise

@@ -15,27 +15,12 @@ from typing import Any
 from torch import nn
 
 from zeropp.checkpoint.content import Parts, part_json, parts_of, problem_of_parts
-from zeropp.comm.collective import Ranks
+from zeropp.comm.collective import job_of
 from zeropp.errors import CheckpointError
 from zeropp.zero.engine import Engine
 from zeropp.zero.model.boxes import Boxes, is_held
 from zeropp.zero.model.buffers import loose_tensors
 from zeropp.zero.model_state import Entry, Unit
-
-
-@dataclass
-class _Member:
-    """This rank among all ranks of the job."""
-
-    rank: int
-    ranks: int
-    comm: Any
-
-
-def job_of(engine: Engine) -> Ranks:
-    """Return all ranks of the job that an engine belongs to."""
-    comm = engine.comm if engine.job is None else engine.job
-    return Ranks(_Member(0, 1, None) if comm is None else _Member(comm.rank, comm.ranks, comm))
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp.checkpoint.job.layout import Layout, entries_of, job_of, layout_of
-from zeropp.comm.collective import all_gather, broadcast
+from zeropp.checkpoint.job.layout import Layout, entries_of, layout_of
+from zeropp.comm.collective import all_gather, broadcast, job_of
 from zeropp.zero.engine import Engine
 from zeropp.zero.model.boxes import common, flat_at, strides_of, whole_of
 from zeropp.zero.model.buffers import loose_tensors

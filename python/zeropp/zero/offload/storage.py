@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeropp.aio import warn_once
-from zeropp.comm.collective import Ranks
+from zeropp.comm.collective import job_of
 from zeropp.errors import Error, TierError
 from zeropp.files import io_settings
 from zeropp.files.scratch import STRIPE_BYTES, Scratch, ScratchFile
@@ -54,7 +54,7 @@ class FileStorage(Storage):
     can_fail = True
 
     def __init__(self, engine: ModelState, trainable: list[int]) -> None:
-        self._ranks = Ranks(engine)
+        self._ranks = job_of(engine)
         self._core = engine.core
         self._trainable = trainable
         self._unloaded: set[int] = set()
