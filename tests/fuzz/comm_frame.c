@@ -43,34 +43,39 @@ static void control(struct fuzz_input *input) {
 }
 
 static void handshake_of_a_stranger(struct fuzz_input *input) {
-    struct joining *joining = calloc(1, sizeof *joining);
-    struct zpp_comm *comm = calloc(1, sizeof *comm);
+    int pair[2], other_end;
+    struct zpp_door *door = calloc(1, sizeof *door);
+    struct zpp_comm *comm = fuzz_comm(3, &other_end);
     struct zpp_net *net = calloc(1, sizeof *net);
-    int pair[2];
-    fuzz_need(joining && comm && net && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
-    joining->comm = comm;
-    comm->ranks = 3;
+    fuzz_need(door && net && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) == 0);
+    door->comm = comm;
+    door->epoll = -1;
+    door->endpoint = calloc(3, sizeof *door->endpoint);
+    fuzz_need(door->endpoint != NULL);
     comm->net = net;
+    net->made = -1;
     for (int r = 0; r < 3; r++) {
         net->hosts.host_of[r] = r;
         net->peer[r].data_links = 2;
+        net->peer[r].p2p_in = -1;
+        net->peer[r].comm = comm;
         for (int slot = 0; slot < ZPP_NET_SLOTS_MAX; slot++) net->peer[r].link[slot] = -1;
     }
-    for (int i = 0; i < STRANGERS_MAX; i++) joining->stranger[i].fd = -1;
-    fuzz_take(input, joining->endpoint[0].secret, sizeof joining->endpoint[0].secret);
-    greet(joining, pair[0]);
-    struct stranger *stranger = &joining->stranger[0];
+    for (int i = 0; i < STRANGERS_MAX; i++) door->stranger[i].fd = -1;
+    fuzz_take(input, door->endpoint[0].secret, sizeof door->endpoint[0].secret);
+    greet(door, pair[0]);
+    struct stranger *stranger = &door->stranger[0];
     struct handshake handshake = {.magic = MAGIC};
     const uint8_t choice = fuzz_byte(input);
     handshake.rank = (uint16_t)(fuzz_byte(input) % 5);
     handshake.slot = (uint16_t)(fuzz_byte(input) % 12);
     if (choice & 1) fuzz_take(input, &handshake, sizeof handshake);
     const bool proves = choice & 2;
-    if (proves) handshake.mac = prove(&joining->endpoint[0], 'C', &handshake, stranger->nonce);
+    if (proves) handshake.mac = prove(&door->endpoint[0], 'C', &handshake, stranger->nonce);
     const size_t bytes = choice & 4 ? fuzz_byte(input) % sizeof handshake : sizeof handshake;
     (void)!write(pair[1], &handshake, bytes);
     shutdown(pair[1], SHUT_WR);
-    for (int turns = 0; stranger->fd >= 0 && turns < 4; turns++) listen_to(joining, stranger);
+    for (int turns = 0; stranger->fd >= 0 && turns < 4; turns++) listen_to(door, stranger);
     fuzz_need(stranger->fd < 0); /* in, or turned away */
     int taken = 0;
     for (int r = 0; r < 3; r++)
@@ -82,9 +87,12 @@ static void handshake_of_a_stranger(struct fuzz_input *input) {
         }
     fuzz_need(taken <= 1);
     close(pair[1]);
+    for (int r = 0; r < 3; r++) free(net->peer[r].control);
+    comm->net = NULL;
+    fuzz_comm_free(comm, other_end);
     free(net);
-    free(comm);
-    free(joining);
+    free(door->endpoint);
+    free(door);
 }
 
 FUZZ_TARGET(frame) {

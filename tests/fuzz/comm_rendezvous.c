@@ -10,14 +10,14 @@
 
 struct endpoint_store {
     struct fuzz_input *input;
-    const struct endpoint *own;
+    const struct zpp_endpoint *own;
     size_t bytes;
 };
 
 static zpp_status endpoint_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
                                struct zpp_err *err) {
     struct endpoint_store *store = ctx;
-    struct endpoint endpoint = *store->own; /* the right one, with bytes of the input laid over it */
+    struct zpp_endpoint endpoint = *store->own; /* the right one, with bytes of the input laid over it */
     (void)key, (void)timeout_ns, (void)err;
     endpoint.rank = 1;
     for (int i = fuzz_byte(store->input) % 8; i > 0; i--) {
@@ -43,11 +43,11 @@ static void endpoints(struct rendezvous *rendezvous, struct fuzz_input *input) {
 static void send_something_like_a_handshake(const struct rendezvous *rendezvous, struct fuzz_input *input,
                                             int socket_fd, const uint8_t *secret) {
     const uint8_t choice = fuzz_byte(input);
-    struct handshake handshake = {ENDPOINT_MAGIC, 1, {0}};
+    struct handshake handshake = {ZPP_ENDPOINT_MAGIC, 1, {0}};
     size_t bytes = sizeof handshake;
-    memcpy(handshake.secret, secret, SECRET_BYTES);
+    memcpy(handshake.secret, secret, ZPP_SECRET_BYTES);
     if (choice & 1) handshake.rank = fuzz_byte(input);
-    if (choice & 2) handshake.secret[fuzz_byte(input) % SECRET_BYTES] ^= fuzz_byte(input);
+    if (choice & 2) handshake.secret[fuzz_byte(input) % ZPP_SECRET_BYTES] ^= fuzz_byte(input);
     if (choice & 4) fuzz_take(input, &handshake, sizeof handshake);
     if (choice & 8) bytes = fuzz_byte(input) % (sizeof handshake + 1);
     const size_t memory_bytes = choice & 16 ? fuzz_byte(input) * 64u : rendezvous->comm->base_bytes;
@@ -95,12 +95,14 @@ FUZZ_TARGET(rendezvous) {
     struct rendezvous *rendezvous = calloc(1, sizeof *rendezvous);
     fuzz_need(rendezvous != NULL);
     rendezvous->comm = fuzz_comm(2, &other_end);
+    rendezvous->endpoint = calloc(2, sizeof *rendezvous->endpoint);
+    fuzz_need(rendezvous->endpoint != NULL);
     rendezvous->comm->joined = false;
     rendezvous->fd[0] = rendezvous->fd[1] = rendezvous->listener = -1;
     rendezvous->wait_ctx =
         (struct zpp_wait_ctx){.comm = rendezvous->comm, .own_timeout = true, .describe = describe_joining};
-    rendezvous->endpoint[0] = (struct endpoint){.magic = ENDPOINT_MAGIC, .ranks = 2,
-                                                .base_bytes = rendezvous->comm->base_bytes};
+    rendezvous->endpoint[0] = (struct zpp_endpoint){.magic = ZPP_ENDPOINT_MAGIC, .ranks = 2,
+                                                    .base_bytes = rendezvous->comm->base_bytes};
     rendezvous->fd[0] = fuzz_memfd(&input, 64, true); /* what admit() answers with */
     if (kind == 0)
         endpoints(rendezvous, &input);
@@ -108,6 +110,7 @@ FUZZ_TARGET(rendezvous) {
         handshakes(rendezvous, &input, other_end, kind == 1);
     close(rendezvous->fd[0]);
     fuzz_comm_free(rendezvous->comm, other_end);
+    free(rendezvous->endpoint);
     free(rendezvous);
     fuzz_need(fuzz_open_fds() == before);
     return 0;
