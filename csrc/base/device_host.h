@@ -100,8 +100,8 @@ zpp_status zpp_host_sync(zpp_event *event, const struct zpp_wait *wait, struct z
     .wait = zpp_host_wait, \
     .sync = zpp_host_sync
 
-/* zpp_host_launch on a stream that is not INLINE; ended(arg) is called once: after the operation ran, or when it is clear
- * that it never will. It may not call the device, whose lock is held. */
+/* zpp_host_launch on a stream that is not INLINE; ended(arg) is called once: after the operation ran, or when it is
+ * clear that it never will. It may not call the device, whose lock is held. */
 zpp_status zpp_host_launch_ended(zpp_stream *stream, zpp_op_fn fn, void (*ended)(const void *arg), const void *arg,
                                  size_t arg_bytes, struct zpp_err *err);
 /* Launch an operation that only waits. A wait for it that ends early (timeout, Ctrl-C) leaves the stream as it was. The

@@ -32,7 +32,7 @@ struct zpp_wrap_options {
     zpp_device *device;                /* borrowed until destroy */
     const struct zpp_wrap_unit *units; /* in the order in which they are gathered; borrowed for the call */
     int units_count;
-    size_t memory_bytes;               /* R; at least the largest of the others. It is rounded up to the device's granularity */
+    size_t memory_bytes; /* R; at least the largest of the others; rounded up to the device's granularity */
 };
 /* New; free with zpp_wrap_destroy, after all work on it. INVALID where R is less than a unit, NOT_BUILT where the
  * device cannot map memory twice (container, old driver), NOMEM with who holds what. */

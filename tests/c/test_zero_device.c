@@ -411,7 +411,8 @@ static void run_rank(struct test_rank *me) {
 
 static const struct run *mutated; /* see below */
 
-/* Return in how many of the schedules the result is not that of the CPU, or of the first run where norms are measured. */
+/* Return in how many of the schedules the result is not that of the CPU, or of the first run where norms are measured.
+ */
 static int wrong_schedules(const struct shape *shape, const uint64_t *lazy_bits, int schedules, uint64_t seed) {
     static unsigned char wanted[MOST_RANKS * RESULT_BYTES], result[MOST_RANKS * RESULT_BYTES];
     memset(wanted, 0, sizeof wanted);

@@ -398,7 +398,7 @@ static void accept_strangers(struct zpp_door *door) {
     while ((fd = accept4(door->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) greet(door, fd);
 }
 
-static void turn_away_the_slow(struct zpp_door *door) {
+static void refuse_the_slow(struct zpp_door *door) {
     const uint64_t now_ns = zpp_now_ns();
     for (int i = 0; i < STRANGERS_MAX; i++)
         if (door->stranger[i].fd >= 0 && now_ns - door->stranger[i].since_ns > STRANGER_NS)
@@ -431,7 +431,7 @@ static zpp_status await_higher(const struct caller *caller, struct zpp_err *err)
         const int ready = poll_all(door, polled);
         for (int i = 0; i < STRANGERS_MAX; i++)
             if (door->stranger[i].fd >= 0 && ready > 0 && polled[i + 1].revents) listen_to(door, &door->stranger[i]);
-        turn_away_the_slow(door);
+        refuse_the_slow(door);
         if (ready > 0 && polled[0].revents) accept_strangers(door);
         /* After every poll: strangers, or a listener without a free descriptor, make it return at once again and
          * again. */
@@ -520,7 +520,7 @@ void zpp_door_serve(struct zpp_comm *comm) {
         else if (door->stranger[who].fd >= 0) listen_to(door, &door->stranger[who]);
     }
     if (called) accept_strangers(door);
-    turn_away_the_slow(door);
+    refuse_the_slow(door);
 }
 
 /* --- a sparse group: links when they are needed ------------------------------------------------------------------ */
