@@ -58,7 +58,9 @@ def mesh_there(strategy: str, mesh: Any) -> Any:
 
 
 def sampler_of(mesh: Any) -> dict[str, Any]:
-    """Give ranks that share matrices one batch."""
+    """Return what gives ranks that share matrices one batch; nothing where no ranks share matrices (``mesh`` is None)."""
+    if mesh is None:
+        return {}
     data = mesh["data_parallel"]
     return {"num_replicas": data.size(), "rank": data.get_local_rank()}
 

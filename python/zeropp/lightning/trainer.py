@@ -87,9 +87,7 @@ def make_strategy(package: str) -> Any:
         @property
         def distributed_sampler_kwargs(self) -> dict[str, Any]:
             """Give ranks that share matrices one batch."""
-            if self._device_mesh is None:
-                return super().distributed_sampler_kwargs  # type: ignore[no-any-return]
-            return sampler_of(self._device_mesh)
+            return sampler_of(self._device_mesh) or super().distributed_sampler_kwargs
 
         # -- model and optimizer -----------------------------------------------------------------------------------------
 

@@ -69,16 +69,21 @@ def find_ties(model: nn.Module, ranks: JobRanks, stage: int, line: Sequence[int]
     found = [one for one in every if len(one.by_stage) > 1]
     for held in found:
         _require_one_kind(held)
-    if len(found) == len(every) and not any(one.said for one in found):
-        raise ConfigError(
-            f"prepare: parameter '{found[0].names[0]}' is on ranks 0 and 1 of the pipeline, and so is every other one, so no stage has a part "
-            "of the model; cut it with zeropp.parallel.cut, or give each rank its stages in zeropp.parallel.Chunks([...])"
-        )
+    _require_a_cut(found, len(every))
     ties = list(_of_this_rank(found, own, line))
     guessed = {one.names[0] for one in found if not one.said}
     if guessed:
         _require_one_value(ranks, line, [tie for tie in ties if tie.names[0] in guessed], speaks)
     return ties
+
+
+def _require_a_cut(found: list[_Held], params: int) -> None:
+    """Raise where stages have all ``params`` parameters in common, and none of these was said to be tied."""
+    if found and len(found) == params and not any(one.said for one in found):
+        raise ConfigError(
+            f"prepare: parameter '{found[0].names[0]}' is on ranks 0 and 1 of the pipeline, and so is every other one, so no stage has a part "
+            "of the model; cut it with zeropp.parallel.cut, or give each rank its stages in zeropp.parallel.Chunks([...])"
+        )
 
 
 def _of_this_rank(found: list[_Held], own: Mapping[nn.Parameter, Any], line: Sequence[int]) -> Iterator[Tie]:
