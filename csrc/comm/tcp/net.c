@@ -98,21 +98,27 @@ static void read_control(struct zpp_comm *comm, int rank) {
 
 /* --- the watcher ------------------------------------------------------------------------------------------------- */
 
+/* Return true once the interface of a control link is known, or is known to have no name. It has to be asked for before
+ * its link is lost: an interface without a link may have no address. A sparse group that is joining has no link yet. */
+static bool ask_for_interface(struct zpp_comm *comm) {
+    struct zpp_net *net = comm->net;
+    if (net->asked) return true;
+    int r = 0;
+    while (r < comm->ranks && net->peer[r].link[ZPP_NET_CONTROL] < 0) r++;
+    if (r == comm->ranks) return false;
+    net->farther = r;
+    zpp_net_interface_of(net->peer[r].link[ZPP_NET_CONTROL], net->interface, sizeof net->interface);
+    net->asked = true;
+    return true;
+}
+
 /* Fail the group if the interface has no link. An unplugged cable breaks no connection: TCP would retransmit for
  * minutes. If the other end is unplugged, this end sees only silence, which the timeout covers. */
 static void look_for_link(struct zpp_comm *comm) {
     struct zpp_net *net = comm->net;
     struct zpp_err err = ZPP_ERR_INIT;
-    while (net->farther < comm->ranks && net->peer[net->farther].link[ZPP_NET_CONTROL] < 0) net->farther++;
-    if (net->farther == comm->ranks) { /* a sparse group that is still joining */
-        net->farther = 0;
-        return;
-    }
+    if (!ask_for_interface(comm)) return;
     const int socket = net->peer[net->farther].link[ZPP_NET_CONTROL];
-    if (!net->asked) {
-        zpp_net_interface_of(socket, net->interface, sizeof net->interface);
-        net->asked = true;
-    }
     if (!net->interface[0] || zpp_net_has_link(socket, net->interface)) {
         net->no_link_ns = 0;
         return;
@@ -184,6 +190,7 @@ static zpp_status start_watcher(struct zpp_comm *comm, struct zpp_err *err) {
     zpp_status status = make_watch(comm, err);
     if (status == ZPP_OK && !comm->door) status = watch_all(comm, err);
     if (status != ZPP_OK) return status;
+    (void)ask_for_interface(comm);
     sigfillset(&all); /* the program's threads handle signals */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const int failed = pthread_create(&net->watcher, NULL, watch, comm);
