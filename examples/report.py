@@ -30,6 +30,8 @@ PROMPT = b"import os\n\n\ndef "
 SAMPLE_BYTES = 300
 MEMORY_EVERY_S = 1.0  # reading the proportional set size walks the page tables
 PR_SET_PDEATHSIG = 1
+LINKS = ("disk_read_bytes", "disk_written_bytes", "shm_bytes", "network_bytes")  # keys of metrics.jsonl, sums of ranks
+STATES = ("params", "grads", "master", "optimizer")
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -96,11 +98,37 @@ def proportional_set_bytes() -> int:
     raise OSError("/proc/self/smaps_rollup: no line starts with Pss:")
 
 
+class Parts:
+    """The parts of a step by the clock of the host, in seconds: forward, backward with clipping, optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._at = 0.0
+        self.seconds: dict[str, float] = {}
+        model.register_forward_pre_hook(lambda *_: self._pass(""))
+        model.register_forward_hook(lambda *_: self._pass("forward_s"))
+        optimizer.register_step_pre_hook(lambda *_: self._pass("backward_s"))
+        optimizer.register_step_post_hook(lambda *_: self._pass("optimizer_s"))
+
+    def _pass(self, part: str) -> None:
+        now = time.perf_counter()
+        if part:
+            self.seconds[part] = now - self._at
+        self._at = now
+
+
 class Report:
     """Follows one run on one rank; rank 0 writes. Every method is called by all ranks."""
 
-    def __init__(self, args: argparse.Namespace, model: nn.Module, steps: int, tokens_per_step: int) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        tokens_per_step: int,
+    ) -> None:
         self.args, self.total_steps, self.tokens_per_step = args, steps, tokens_per_step
+        self._model, self._optimizer, self._parts = model, optimizer, Parts(model, optimizer)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.stopped = False
@@ -111,7 +139,8 @@ class Report:
         self._started = self._last = time.perf_counter()
         self._done = 0
         self.checkpoint_bytes = 0
-        self._disk = _disk_bytes()
+        self._moved = _moved_bytes()
+        self._states: dict[str, int] = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         _stop_with_the_launcher()
@@ -153,15 +182,16 @@ class Report:
         now = time.perf_counter()
         if now - self._memory_at > MEMORY_EVERY_S:
             self._memory, self._memory_at = proportional_set_bytes(), now
-        disk, before = _disk_bytes(), self._disk
-        self._disk = disk
-        moved = [float(after - earlier) for after, earlier in zip(disk, before, strict=True)]
+            self._states = _state_bytes(self._model, self._optimizer)
+        total, before = _moved_bytes(), self._moved
+        self._moved = total
+        moved = [float(total[link] - before[link]) for link in LINKS]
         mine = torch.tensor([loss.item(), float(self._asked_to_stop), float(self._memory), *moved], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         device = loss.device
         gathered = [one.to(device) for one in everyone]
         dist.all_gather(gathered, mine.to(device))
-        losses, flags, memory, read, written = torch.stack(gathered).cpu().T.tolist()
+        losses, flags, memory, *moved_by_rank = torch.stack(gathered).cpu().T.tolist()
         mean = sum(losses) / self.ranks
         took_s = time.perf_counter() - self._last
         rate = self.tokens_per_step / took_s
@@ -170,10 +200,14 @@ class Report:
         self.stopped = any(flags) and self._done < self.total_steps
         if self._bar is not None:
             row = {"step": self._done, "loss": mean, "tokens_per_s": rate, "memory_bytes": [int(one) for one in memory]}
+            row |= {"step_s": took_s, **self._parts.seconds, **self._states}
+            row |= {
+                link: int(sum(of_ranks)) for link, of_ranks in zip(LINKS, moved_by_rank, strict=True) if total[link]
+            }
             said = f"loss {mean:.3f} nats/byte, {rate:,.0f} tokens/s"
             if self.args.offload == "nvme":
-                row |= {"step_s": took_s, "disk_read_bytes": int(sum(read)), "disk_written_bytes": int(sum(written))}
-                said += f", disk {(sum(read) + sum(written)) / took_s / 1e9:.2f} GB/s"
+                on_disk = row.get("disk_read_bytes", 0) + row.get("disk_written_bytes", 0)
+                said += f", disk {on_disk / took_s / 1e9:.2f} GB/s"
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()
             self._bar.set_postfix_str(said, refresh=False)
@@ -275,7 +309,8 @@ class Report:
         rows = [row for row in rows if "disk_read_bytes" in row][1:]
         if not rows:
             return []
-        median = {name: sorted(row[name] for row in rows)[len(rows) // 2] for name in rows[0]}
+        wanted = ("disk_read_bytes", "disk_written_bytes", "step_s")
+        median = {name: sorted(row.get(name, 0) for row in rows)[len(rows) // 2] for name in wanted}
         read, written = median["disk_read_bytes"], median["disk_written_bytes"]
         return [
             ("read from the disk a step, median", f"{read / 2**20:,.1f} MiB"),
@@ -286,11 +321,34 @@ class Report:
         ]
 
 
-def _disk_bytes() -> tuple[int, int]:
-    """Return the bytes (read, written) by this rank so far, where the script trains with zeropp."""
+def _moved_bytes() -> dict[str, int]:
+    """Return the bytes that this rank moved so far by link, where the script trains with zeropp; else zeros."""
     zeropp = sys.modules.get("zeropp")
-    disk = {} if zeropp is None else zeropp.traffic().get("nvme", {})
-    return (disk["read"]["bytes"], disk["write"]["bytes"]) if disk else (0, 0)
+    moved = dict.fromkeys(LINKS, 0)
+    traffic = {} if zeropp is None else zeropp.traffic()
+    disk = traffic.pop("nvme", None)
+    if disk:
+        moved |= {"disk_read_bytes": disk["read"]["bytes"], "disk_written_bytes": disk["write"]["bytes"]}
+    for link, kinds in traffic.items():
+        moved[f"{link}_bytes"] = sum(kind["bytes"] for kind in kinds.values())
+    return moved
+
+
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return what this rank holds of parameters, gradients and states, and the plan, in bytes; empty without zeropp."""
+    zeropp = sys.modules.get("zeropp")
+    if zeropp is None:
+        return {}
+    held = dict.fromkeys(STATES, 0)
+    planned = 0
+    for place, kinds in zeropp.memory(model, optimizer).items():
+        if place in ("parameters", "bytes_per_parameter"):
+            continue
+        for kind, counted in kinds.items():
+            if kind in STATES:
+                held[kind] += counted["held"]
+                planned += counted["planned"]
+    return {f"{kind}_bytes": held[kind] for kind in STATES if held[kind]} | {"planned_bytes": planned}
 
 
 def plot_loss(out: Path) -> None:

@@ -29,7 +29,7 @@ model = GPT(preset.model).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=preset.lr, betas=(0.9, 0.95), weight_decay=0.1)
 model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(stage=3, device=device, **args.tiers))
 
-report = Report(args, model, steps, tokens_per_step=ranks * preset.batch * preset.model.context)
+report = Report(args, model, optimizer, steps, tokens_per_step=ranks * preset.batch * preset.model.context)
 start = zeropp.load(args.checkpoint, model, optimizer)["step"] if args.resume else 0
 for step in report.steps(start):
     for group in optimizer.param_groups:

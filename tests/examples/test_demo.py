@@ -67,7 +67,14 @@ def test_demo_trains_stops_on_ctrl_c_and_goes_on(tmp_path):
     after = rows(tmp_path)
     assert after[: len(before)] == before and [row["step"] for row in after] == list(range(1, 41))
     for row in after:
-        assert row.keys() == {"step", "loss", "tokens_per_s", "memory_bytes"}
+        assert row.keys() == {
+            "step", "loss", "tokens_per_s", "memory_bytes", "step_s", "forward_s", "backward_s", "optimizer_s",
+            "params_bytes", "grads_bytes", "optimizer_bytes", "planned_bytes", "shm_bytes",
+        }  # fmt: skip
+        parts = row["forward_s"] + row["backward_s"] + row["optimizer_s"]
+        assert 0 < parts < row["step_s"]
+        held = row["params_bytes"] + row["grads_bytes"] + row["optimizer_bytes"]
+        assert held == pytest.approx(row["planned_bytes"], rel=0.03) and row["shm_bytes"] > 0
         assert math.isfinite(row["loss"]) and row["tokens_per_s"] > 0
         assert len(row["memory_bytes"]) == 2 and all(one > 1 << 20 for one in row["memory_bytes"])
     assert after[-1]["loss"] < after[0]["loss"] - 1

@@ -18,7 +18,8 @@ BETTER, WORSE = "#2a7f62", "#b5651d"
 LOG_FROM = 20.0  # ratios above this are drawn on a logarithmic axis
 # The panels of a run: a title, and the keys of its rows that belong there. Every other number gets a panel of its own.
 PANELS = (
-    ("memory, bytes", ("memory_bytes", "gathered_bytes", "device_bytes", "pinned_bytes", "planned_bytes")),
+    ("memory, bytes", ("memory_bytes", "gathered_bytes", "device_bytes", "pinned_bytes")),
+    ("states, bytes", ("params_bytes", "grads_bytes", "master_bytes", "optimizer_bytes", "planned_bytes")),
     ("bytes a step", ("disk_read_bytes", "disk_written_bytes", "shm_bytes", "network_bytes")),
     ("seconds a step", ("step_s", "forward_s", "backward_s", "optimizer_s", "wait_s")),
 )
