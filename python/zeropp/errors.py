@@ -40,7 +40,7 @@ class CommError(Error):
         rank: the rank that caused it, where known.
     """
 
-    places: ClassVar[dict[int, str]] = {}
+    _places: ClassVar[dict[int, str]] = {}
     """What ranks of the job are besides, such as ``rank 1 of the pipeline``; ``prepare`` notes it."""
 
     def __init__(self, message: str = "", rank: int | None = None) -> None:
@@ -48,7 +48,7 @@ class CommError(Error):
         self.rank = rank
 
     def __str__(self) -> str:
-        place = None if self.rank is None else self.places.get(self.rank)
+        place = None if self.rank is None else self._places.get(self.rank)
         said = super().__str__()
         return said if place is None else f"{said} (rank {self.rank} of the job is {place})"
 

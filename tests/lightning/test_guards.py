@@ -49,6 +49,7 @@ FABRIC = {
     "module_to_device": "self module",
     "register_strategies": "strategy_registry",
     "save_checkpoint": "self path state storage_options filter",
+    "setup_environment": "self",
     "setup_module": "self module",
     "setup_module_and_optimizers": "self module optimizers scheduler",
     "setup_optimizer": "self optimizer",

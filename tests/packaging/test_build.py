@@ -20,7 +20,7 @@ def test_every_object_has_a_record_of_its_own(tmp_path: Path, monkeypatch: pytes
     builder: Any = setup.Builder(tmp_path)
     records: list[Path] = []
 
-    def make(target: Path, command: list[str], name: str, check: Any = None) -> Path:
+    def make(target: Path, command: list[str], *checks: Any) -> Path:
         records.append(target.with_suffix(".cmd"))
         assert str(target.with_suffix(".d")) in command
         return target

@@ -86,7 +86,7 @@ def prepare(
     if mesh is None or ranks is None or not is_pipelined(mesh):
         return prepare_over(ranks, model, optimizer, config, cut_over=cut_over)
     _check_arguments(model, optimizer)
-    CommError.places.update(places_in_pipeline(mesh))
+    CommError._places.update(places_in_pipeline(mesh))
     ties = tied.find_ties(model, ranks, mesh.get_local_rank("pp"), ranks_along(mesh, ("pp",)))
     prepared = prepare_over(ranks, model, optimizer, config, cut_over=cut_over, ties=ties)
     engine_of(model).core.require_pass()
