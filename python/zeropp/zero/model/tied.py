@@ -11,7 +11,8 @@ checkpoints.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,7 +187,7 @@ class Ties:
     """The tied parameters of an engine. Construction is collective over the stages that hold them."""
 
     def __init__(self, engine: Any, ties: Sequence[Tie]) -> None:
-        self._engine = engine
+        self._engine: Callable[[], Any] = weakref.ref(engine)  # which owns this
         self._units: dict[tuple[int, ...], list[tuple[Unit, Tie]]] = {}
         self._summed: str | None = None
         unit_of = {entry.param: unit for unit in engine.units for entry in unit.params}
@@ -240,11 +241,11 @@ class Ties:
     def _gradient(self, unit: Unit) -> torch.Tensor | None:
         """Return this rank's part of a gradient, which may be empty; None: there is no gradient."""
         if unit.local:
-            return self._engine.own_gradients(unit)[0]  # type: ignore[no-any-return]
-        found = self._engine.gradient_shard(unit)
+            return self._engine().own_gradients(unit)[0]  # type: ignore[no-any-return]
+        found = self._engine().gradient_shard(unit)
         if found is None or not found[1][0]:
             return None
-        own: torch.Tensor | None = self._engine.own_gradients(unit)[0]
+        own: torch.Tensor | None = self._engine().own_gradients(unit)[0]
         return found[0][:0] if own is None else own
 
     def _require_alike(self, comm: Any, tied: list[tuple[Unit, Tie]], gradients: list[torch.Tensor | None]) -> None:
@@ -268,7 +269,8 @@ class Ties:
                 )
 
     def _rates(self, unit: Unit) -> dict[str, str]:
-        optimizer = None if self._engine.optimizer_ref is None else self._engine.optimizer_ref()
+        found = self._engine().optimizer_ref
+        optimizer = None if found is None else found()
         if optimizer is None or not unit.groups:
             return {}
         group = optimizer.param_groups[unit.groups[0]]
