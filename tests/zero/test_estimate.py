@@ -236,8 +236,12 @@ def test_between_hosts_within_three_percent(case: str) -> None:
 
 
 def test_one_cut_goes_through_all_units() -> None:
-    assert shares_in_file([100, 300, 0, 100], 0.5) == [0.0, 0.5, 0.0, 1.0]
-    assert shares_in_file([100, 300], 1.0) == [1.0, 1.0] and shares_in_file([100, 300], 0.0) == [0.0, 0.0]
+    def units(*sizes: int, held: int | None = None) -> Any:
+        return [SimpleNamespace(whole_bytes=size, in_file=size > 0, held=at == held) for at, size in enumerate(sizes)]
+
+    assert shares_in_file(units(100, 300, 0, 100), 0.5) == [0.0, 0.5, 0.0, 1.0]
+    assert shares_in_file(units(100, 300), 1.0) == [1.0, 1.0] and shares_in_file(units(100, 300), 0.0) == [0.0, 0.0]
+    assert shares_in_file(units(100, 300, 100, held=1), 0.5) == [0.0, 0.0, 1.0], "a unit in memory has no share"
 
 
 def big() -> nn.Module:
