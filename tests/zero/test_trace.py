@@ -64,7 +64,7 @@ def test_gathering() -> None:
         inside = [p for p in passes if p["ts"] <= event["ts"] and event["ts"] + event["dur"] <= p["ts"] + p["dur"]]
         assert len(inside) == 1, event
     assert {e["name"] for e in found["wait"]} == {
-        "for a gather", "for reductions", "until all ranks step", "until all ranks have stepped",
+        "for a gather", "for reductions", "for the other ranks", "until all ranks step", "until all ranks have stepped",
     }  # fmt: skip
     assert all(e["pid"] == dist.get_rank() and e["dur"] >= 0 for events in found.values() for e in events)
 
