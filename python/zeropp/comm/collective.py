@@ -118,7 +118,11 @@ class Ranks:
 
 def job_of(engine: Any) -> Ranks:
     """Return all ranks of the job that an engine belongs to: they step together, and fail together."""
-    comm = engine.comm if engine.job is None else engine.job
+    return members_of(engine.comm if engine.job is None else engine.job)
+
+
+def members_of(comm: Any) -> Ranks:
+    """Return the ranks of a communicator; None: this process alone."""
     return Ranks(_JobMember(0, 1, None) if comm is None else _JobMember(comm.rank, comm.ranks, comm))
 
 
