@@ -118,12 +118,18 @@ class Ranks:
 
 def job_of(engine: Any) -> Ranks:
     """Return all ranks of the job that an engine belongs to: they step together, and fail together."""
-    return members_of(engine.comm if engine.job is None else engine.job)
-
-
-def members_of(comm: Any) -> Ranks:
-    """Return the ranks of a communicator; None: this process alone."""
+    comm = engine.comm if engine.job is None else engine.job
     return Ranks(_JobMember(0, 1, None) if comm is None else _JobMember(comm.rank, comm.ranks, comm))
+
+
+def in_the_whole_job(comm: Any, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns on this rank. Where it fails on one stage of a pipeline, it fails on all: the others would
+    wait for that stage. ``comm``: all ranks of the job; None: there are no stages."""
+    if comm is None:
+        return work()
+    done: list[T] = []
+    Ranks(_JobMember(comm.rank, comm.ranks, comm)).all_do(lambda: done.append(work()))
+    return done[0]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeropp import _C
-from zeropp.comm.collective import broadcast, job_of
+from zeropp.comm.collective import broadcast, in_the_whole_job
 from zeropp.comm.group import host_communicator
 from zeropp.comm.job import JobRanks
 from zeropp.config import Config
@@ -88,10 +88,7 @@ def make_engine(
         _make_late_stores(engine, moments)
 
     try:
-        if engine.job is None:
-            make_stores()
-        else:  # a disk that fails on one stage of a pipeline ends prepare on all of them
-            job_of(engine).all_do(make_stores)
+        in_the_whole_job(engine.job, make_stores)  # as when a disk fails
     except BaseException:
         engine.close()
         raise

@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp import _C, compat
 from zeropp.comm import job
-from zeropp.comm.collective import members_of
+from zeropp.comm.collective import in_the_whole_job
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of, with_tiers
 from zeropp.efficiency import attach as efficiency
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
 
 
 def prepare(
@@ -124,7 +123,7 @@ def prepare_over(
     if division is not None:
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
-    plans = _in_the_whole_job(ranks, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
+    plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)))
@@ -148,15 +147,6 @@ def prepare_over(
     engine.core.release_all()
     give_back()  # malloc would keep the memory of the parameters whose values were copied
     return model, optimizer
-
-
-def _in_the_whole_job(ranks: job.JobRanks, work: Callable[[], T]) -> T:
-    """Return what ``work`` does. Where it fails on one stage of a pipeline, it fails on all: the others would wait for that stage."""
-    if ranks.job is None:
-        return work()
-    done: list[T] = []
-    members_of(ranks.job).all_do(lambda: done.append(work()))
-    return done[0]
 
 
 def _has_host_copy(config: Config, comm: Any, device: torch.device) -> bool:
