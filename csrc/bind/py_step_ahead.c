@@ -22,10 +22,13 @@ static PyObject *zero_ahead_open(PyObject *self, PyObject *args) {
     unsigned long long good_steps;
     if (!PyArg_ParseTuple(args, "dK", &loss_scale, &good_steps) || zpp_py_follow(zero)) return NULL;
     struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_wait wait;
+    zpp_py_wait_for(zero, &wait);
     PyThreadState *thread = PyEval_SaveThread();
     zpp_step_ahead_destroy(zero->ahead);
     zero->ahead = NULL;
-    const zpp_status status = zpp_step_ahead_create(&zero->stepper, loss_scale, good_steps, &zero->ahead, &err);
+    const zpp_status status =
+        zpp_step_ahead_create(&zero->stepper, loss_scale, good_steps, &wait, &zero->ahead, &err);
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     const uintptr_t record = (uintptr_t)zpp_step_ahead_record(zero->ahead);

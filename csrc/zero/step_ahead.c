@@ -66,15 +66,26 @@ static struct place place_of(const zpp_step_ahead *ahead, int rank, uint64_t mea
 
 static int boards(const zpp_step_ahead *ahead) { return ahead->region ? zpp_zero_ranks(ahead->stepper->zero) : 1; }
 
-static zpp_status make_boards(zpp_step_ahead *ahead, struct zpp_err *err) {
-    const zpp_zero *zero = ahead->stepper->zero;
+/* The regions of ranks know nothing of reductions: a rank that still reduces would let the others wait in the call for
+ * the timeout. The ring of descriptors is asked first, because it names both sides at once. */
+static zpp_status meet(zpp_zero *zero, uint64_t bytes, const struct zpp_wait *wait, struct zpp_err *err) {
+    uint64_t *all = calloc((size_t)zpp_zero_ranks(zero), sizeof *all);
+    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zpp_zero_ranks(zero));
+    const zpp_status status = zpp_zero_agree(zero, &bytes, sizeof bytes, all, wait, err);
+    free(all);
+    return status;
+}
+
+static zpp_status make_boards(zpp_step_ahead *ahead, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_zero *zero = ahead->stepper->zero;
     const bool local = zpp_zero_grads_are_local(zero);
     const size_t times = local ? (size_t)zpp_zero_ranks(zero) : 1;
     ahead->groups = (size_t)ahead->stepper->units_count * times;
     ahead->names = ahead->params * times;
     ahead->place_bytes = sizeof(uint64_t) + ahead->names * sizeof(struct zpp_step_name) +
                          (ahead->groups + ahead->names) * sizeof(double);
-    zpp_status status = ZPP_OK;
+    zpp_status status = meet(zero, part_bytes(ahead), wait, err);
+    if (status != ZPP_OK) return status;
     if (zpp_zero_ranks(zero) > 1)
         status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, part_bytes(ahead), &ahead->region, err);
     else if (!(ahead->alone = aligned_alloc(zpp_page_bytes(), part_bytes(ahead))))
@@ -134,7 +145,8 @@ bool zpp_step_ahead_works(const zpp_zero *zero) {
     return zpp_zero_shards_on_device(zero) && zero->groups_count <= 1 && !zpp_zero_has_job(zero);
 }
 
-static zpp_status make(zpp_step_ahead *ahead, double loss_scale, uint64_t good_steps, struct zpp_err *err) {
+static zpp_status make(zpp_step_ahead *ahead, double loss_scale, uint64_t good_steps, const struct zpp_wait *wait,
+                       struct zpp_err *err) {
     zpp_zero *zero = ahead->stepper->zero;
     const zpp_counters *counters = zero->on_device->counters;
     const struct zpp_step_device_options options = {.stream = zpp_zero_compute(zero),
@@ -152,16 +164,16 @@ static zpp_status make(zpp_step_ahead *ahead, double loss_scale, uint64_t good_s
         memory = ahead->outcomes[at].counted;
     }
     if (!memory) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for steps of %zu parameters", ahead->params);
-    const zpp_status status = make_boards(ahead, err);
+    const zpp_status status = make_boards(ahead, wait, err);
     return status == ZPP_OK ? zpp_step_device_create(&options, &ahead->step, err) : status;
 }
 
 zpp_status zpp_step_ahead_create(const struct zpp_stepper *stepper, double loss_scale, uint64_t good_steps,
-                                 zpp_step_ahead **out, struct zpp_err *err) {
+                                 const struct zpp_wait *wait, zpp_step_ahead **out, struct zpp_err *err) {
     zpp_step_ahead *ahead = calloc(1, sizeof *ahead);
     if (!ahead) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for steps ahead of the device");
     ahead->stepper = stepper;
-    const zpp_status status = make(ahead, loss_scale, good_steps, err);
+    const zpp_status status = make(ahead, loss_scale, good_steps, wait, err);
     if (status != ZPP_OK) zpp_step_ahead_destroy(ahead);
     else *out = ahead;
     return status;

@@ -35,7 +35,7 @@ bool zpp_step_ahead_works(const zpp_zero *zero);
 /* Collective. New; free with zpp_step_ahead_destroy, before the stepper, which is borrowed. The loss scale is the
  * first backward's. */
 zpp_status zpp_step_ahead_create(const struct zpp_stepper *stepper, double loss_scale, uint64_t good_steps,
-                                 zpp_step_ahead **out, struct zpp_err *err);
+                                 const struct zpp_wait *wait, zpp_step_ahead **out, struct zpp_err *err);
 void zpp_step_ahead_destroy(zpp_step_ahead *ahead);                         /* waits for its work; NULL is fine */
 struct zpp_clip_record *zpp_step_ahead_record(const zpp_step_ahead *ahead); /* the device's memory */
 

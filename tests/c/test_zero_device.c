@@ -131,7 +131,7 @@ static void open_ahead(struct rank *rank) {
     for (int u = 0; u < UNITS; u++) rank->units[u].unit = zpp_zero_unit(rank->zero, u);
     rank->stepper = (struct zpp_stepper){.zero = rank->zero, .units = rank->units, .units_count = UNITS};
     CHECK(zpp_step_ahead_works(rank->zero));
-    CHECK_OK(zpp_step_ahead_create(&rank->stepper, 1.0, 0, &rank->ahead, &err));
+    CHECK_OK(zpp_step_ahead_create(&rank->stepper, 1.0, 0, &patience, &rank->ahead, &err));
 }
 
 static void open_rank(struct rank *rank) {

@@ -531,7 +531,7 @@ def test_refusals() -> None:
     check_refusals(told)
 
 
-@on_ranks(2, alone=True)
+@on_ranks(2, alone=True, devices=("cpu", "sim"))
 def test_on_one_rank_only() -> None:
     """The last rank alone unfreezes: an error on every rank within seconds, and no wait."""
     model = Net()
