@@ -17,6 +17,7 @@ from torch import nn
 from zeropp import _C
 from zeropp.comm.group import communicator
 from zeropp.zero.model import gpus
+from zeropp.zero.model.accelerator import check_accelerator
 
 Patch = Callable[..., None]
 
@@ -85,6 +86,18 @@ def test_a_build_without_kernels(machine: Patch) -> None:
 def test_more_ranks_than_gpus(machine: Patch) -> None:
     machine(count=2)
     assert "this rank is to compute on cuda:2, and the machine has 2 GPUs" in refused("cuda:2")
+
+
+@pytest.mark.parametrize(
+    "stage, instead", [(2, "Offload(optimizer='cpu', grads"), (3, "Offload(params='cpu', optimizer='cpu', grads")]
+)
+def test_gradients_in_files_beside_shards_there(stage: int, instead: str) -> None:
+    """A kernel of the GPU would read a mapping of the host."""
+    config = zeropp.Config(stage=stage, offload=zeropp.Offload(grads="nvme", path="/nvme"))
+    with pytest.raises(zeropp.ConfigError) as found:
+        check_accelerator(config, torch.device("cuda:0"), None)
+    assert "on cuda:0, where gradients on NVMe beside shards there are not supported yet; keep" in str(found.value)
+    assert instead in str(found.value)
 
 
 @on_ranks(2)

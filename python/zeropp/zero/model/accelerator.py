@@ -69,6 +69,12 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
     if not shards_on_device(config, device):
         _check_offload(config, device)
     there = shards_on_device(config, device)
+    if there and tier_of(config, "grads").kind == "nvme":
+        whole = "" if config.stage < 3 else "params='cpu', "
+        _refuse(
+            device, "gradients on NVMe beside shards there are",
+            f"keep the states on the host, as in Offload({whole}optimizer='cpu', grads='nvme'), or the gradients on the device",
+        )  # fmt: skip
     others = {
         "Offload(activations='nvme')": tier_of(config, "activations").kind == "nvme",
         "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
