@@ -192,7 +192,9 @@ def outputs_of(
         exchange: which takes the outputs back to the tokens.
     """
     count = rows.shape[0]
-    if not count:  # the gradients of experts without a token are zeros on this rank too, as in one process
+    if torch.compiler.is_compiling():  # a graph cannot ask whether there are rows, so the last expert has one more
+        rows, ends = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), torch.cat((ends[:-1], ends[-1:] + 1))
+    elif not count:  # the gradients of experts without a token are zeros on this rank too, as in one process
         rows, ends = rows.new_zeros(1, rows.shape[1]), torch.ones_like(ends)
     if isinstance(module, Experts):
         outputs = module.grouped(rows, ends)
@@ -233,8 +235,16 @@ def _is_swiglu(module: Any, rows: Tensor) -> bool:
 
 def _product(module: Any, key: str, rows: Tensor, ends: Tensor) -> Tensor:
     weight: Tensor = getattr(module, key)
-    product = nn.functional.grouped_mm(rows.to(weight.dtype), weight if module.is_transposed else weight.mT, offs=ends)
+    product = _grouped_mm(rows.to(weight.dtype), weight if module.is_transposed else weight.mT, ends)
     return product + getattr(module, f"{key}_bias")[_experts_of(rows, ends)] if module.has_bias else product
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    # torch's compiler knows the shapes of grouped_mm in bf16 alone.
+    if torch.compiler.is_compiling() and weight.dtype != torch.bfloat16:
+        result: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+        return result
+    return nn.functional.grouped_mm(rows, weight, offs=ends)
 
 
 # -- transformers' registries ------------------------------------------------------------------------------------------
