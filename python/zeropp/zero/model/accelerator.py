@@ -66,26 +66,31 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
         return
     if comm is not None and comm.hosts > 1:
         _refuse(device, "training on several hosts is", "use one host")
-    if not shards_on_device(config, device):
-        _check_offload(config, device)
     there = shards_on_device(config, device)
-    if there and tier_of(config, "grads").kind == "nvme":
-        whole = "" if config.stage < 3 else "params='cpu', "
-        _refuse(
-            device, "gradients on NVMe beside shards there are",
-            f"keep the states on the host, as in Offload({whole}optimizer='cpu', grads='nvme'), or the gradients on the device",
-        )  # fmt: skip
+    if there:
+        _check_gradients(config, device)
+    else:
+        _check_offload(config, device)
     others = {
         "Offload(activations='nvme')": tier_of(config, "activations").kind == "nvme",
         "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
         "Comm(params=) other than 'exact'": config.comm.params != "exact",
         "Comm(grads=) other than 'exact' with shards there": there and config.comm.grads != "exact",
         "Precision(stored=)": config.stored_name is not None,
-        "Precision(master='bf16') with shards there": shards_on_device(config, device) and config.master_name == "bf16",
+        "Precision(master='bf16') with shards there": there and config.master_name == "bf16",
     }
     for option, given in others.items():
         if given:
             _refuse(device, f"{option} is", "leave it out, or train on the CPU with Config(device='cpu')")
+
+
+def _check_gradients(config: Config, device: torch.device) -> None:
+    if tier_of(config, "grads").kind == "nvme":
+        whole = "" if config.stage < 3 else "params='cpu', "
+        _refuse(
+            device, "gradients on NVMe beside shards there are",
+            f"keep the states on the host, as in Offload({whole}optimizer='cpu', grads='nvme'), or the gradients on the device",
+        )  # fmt: skip
 
 
 def _check_offload(config: Config, device: torch.device) -> None:
