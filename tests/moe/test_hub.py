@@ -79,6 +79,29 @@ def test_from_pretrained_reads_a_ranks_own_experts(name: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
+def test_export_is_a_plain_model(name: str) -> None:
+    """What an expert-parallel model exports after a step is what from_pretrained loads: each weight equal to the last bit."""
+    import transformers
+
+    first = torch.distributed.get_rank() == 0
+    folder = of_all_ranks(tempfile.mkdtemp() if first else None)[0]
+    model = moe_models.build(name)
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), zeropp.Config(experts=2))
+    loss_of(model, batch(0, torch.distributed.get_rank())).backward()
+    optimizer.step()
+    zeropp.export(model, folder)
+    wanted = zeropp.full_state_dict(model)
+    if first:
+        plain, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+        found = plain.state_dict()
+        assert type(plain) is type(model) and found.keys() == wanted.keys()
+        assert [path for path, value in wanted.items() if not torch.equal(found[path], value)] == []
+        shutil.rmtree(folder)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "NemotronH"])
 def test_export_has_the_names_of_the_hub(name: str) -> None:
     """The files are those of transformers' own save, which it loads; zeropp.load_full_state_dict takes them back."""
