@@ -275,7 +275,8 @@ def _of_experts() -> Iterator[Row]:
     ):
         yield Row(slices, MORE_THAN_ONE, option, values, "sliced experts live and are stepped in memory, between two passes", "use slices=1")
     yield Row("Config.experts", GIVEN, JOB, MORE_THAN_ONE,
-              "tokens go to experts on all ranks of the job", "leave it at None")
+              "tokens go to experts on all ranks of the job",
+              "name the ranks that hold the same tokens, Experts(shared_by=mesh['tp']), or leave it at None", {"Experts.shared_by": these(None)})
 
 
 def _of_calls() -> Iterator[Row]:

@@ -94,6 +94,24 @@ def test_groups_for_optimizers() -> None:
     torch.optim.SGD(parts).step()
 
 
+def test_gradients_of_shared_and_expert_parameters() -> None:
+    """Those of parameters that have one, in their order and type."""
+    model = nn.Sequential(nn.Linear(H, H), layer(ep_size=2))
+    assert moe.split_params_grads_into_shared_and_expert_params(list(model.parameters())) == ([], [])
+    model(torch.randn(5, H))[0].sum().backward()
+    model[0].bias.grad = None
+    shared, experts = moe.split_params_grads_into_shared_and_expert_params(list(model.parameters()))
+    assert [tuple(one.shape) for one in shared] == [(H, H), (EXPERTS, H)]
+    assert [tuple(one.shape) for one in experts] == [(EXPERTS, H, H), (EXPERTS, H)]
+    assert shared[0] is model[0].weight.grad
+    names = {name for name in dir(moe) if name.startswith(("split_", "is_moe", "has_moe", "configure_moe"))}
+    assert names == {
+        "has_moe_layers", "is_moe_param", "split_params_into_shared_and_expert_params",
+        "split_params_grads_into_shared_and_expert_params", "split_params_into_different_moe_groups_for_optimizer",
+        "is_moe_param_group", "configure_moe_param_groups",
+    }  # fmt: skip  # all of deepspeed.moe.utils in 0.19.8
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

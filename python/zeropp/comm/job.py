@@ -73,10 +73,26 @@ def sub_communicator(ranks: Sequence[int] | dist.ProcessGroup) -> Any:
     return keep_for_group(dist.group.WORLD, f"ranks {numbers}", lambda store: _make(store, numbers))
 
 
-def _make(store: Any, numbers: list[int]) -> Any:
+def own_communicator(numbers: Sequence[int], purpose: str) -> Any:
+    """Return the ``_C.Comm`` of some ranks for one purpose, as :func:`sub_communicator` does for all others.
+
+    What is called in an order of its own, such as the exchanges of a forward among a coordinator's collectives, needs one.
+
+    Args:
+        purpose: words behind the ranks in messages, such as ``that share tokens``.
+    """
+    if len(numbers) == 1:
+        return None
+    ranks = list(numbers)
+    return keep_for_group(
+        dist.group.WORLD, f"ranks {ranks} {purpose}", lambda store: _make(store, ranks, f" {purpose}")
+    )
+
+
+def _make(store: Any, numbers: list[int], purpose: str = "") -> Any:
     group = dist.group.WORLD
     assert group is not None
-    name = f"{group_name(group)}, ranks {', '.join(map(str, numbers))}"
+    name = f"{group_name(group)}, ranks {', '.join(map(str, numbers))}{purpose}"
     comm = create(store, numbers.index(dist.get_rank()), len(numbers), timeout_of(group), name)
     comm.set_job_ranks(numbers)
     return comm

@@ -297,6 +297,7 @@ def facts_of(config: Config) -> dict[str, Any]:
         **{f"Config.{name}": getattr(config, name) for name in plain},
         **{f"Precision.{one.name}": getattr(precision, one.name) for one in dataclasses.fields(Precision)},
         "Experts.slices": config.experts.slices if isinstance(config.experts, Experts) else 1,
+        "Experts.shared_by": config.experts.shared_by if isinstance(config.experts, Experts) else None,
         "Precision.master": config.master_name,
         "Precision.state": config.state_name,
         "Config.precision": "fp16" if config.scales_loss else config.dtype_name,

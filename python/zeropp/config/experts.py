@@ -6,9 +6,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
 
 from zeropp.config.sections import Offload, Tier
 from zeropp.config.values import MOST_NUMBER, instance, refuses_unknown, whole, wrong
@@ -45,7 +48,13 @@ class Experts:
     those of the rest of the model where `Config.offload` says. It takes `params`, `grads` and `optimizer` on "nvme", each where
     `Config.offload` has none on "nvme". None: experts are where everything else is."""
 
+    shared_by: Any = None
+    """The ranks that hold the same tokens, as a mesh of one dimension or a group: `Experts(shared_by=mesh["tp"])` (DeepSpeed-TED). Each
+    of its t ranks routes 1/t of the tokens, and they gather what came back. Those ranks hold different experts, so `parallel` counts them
+    too and is a multiple of t. None: every rank has tokens of its own."""
+
     def __post_init__(self) -> None:
+        check_sharers(self.shared_by)
         if isinstance(self.chunks, str):
             if self.chunks != "auto":
                 raise wrong("Experts.chunks", self.chunks, "a number of pieces, or 'auto'")
@@ -98,12 +107,13 @@ class Experts:
             "other layers"
         )
 
-    def ranks_of(self, ranks: int, layers: Sequence[tuple[str, int]]) -> list[int]:
+    def ranks_of(self, ranks: int, layers: Sequence[tuple[str, int]], sharers: int = 1) -> list[int]:
         """Return the number of ranks that hold different experts of each layer.
 
         Args:
             ranks: of the job.
             layers: (name, experts) of each layer.
+            sharers: ranks that hold the same tokens.
 
         Raises:
             zeropp.ConfigError: ranks or experts do not divide; it names the layer, and the nearest number that fits.
@@ -118,29 +128,59 @@ class Experts:
         same: dict[int | str, list[tuple[str, int]]] = {}
         for one, layer in zip(wanted, layers, strict=True):
             same.setdefault(one, []).append(layer)
-        found = {one: self._ranks_of(ranks, together, one) for one, together in same.items()}
+        found = {one: self._ranks_of(ranks, together, one, sharers) for one, together in same.items()}
         return [found[one] for one in wanted]
 
-    def _ranks_of(self, ranks: int, layers: Sequence[tuple[str, int]], wanted: int | str) -> int:
+    def _ranks_of(self, ranks: int, layers: Sequence[tuple[str, int]], wanted: int | str, sharers: int) -> int:
         """Return the number of ranks for layers of which `parallel` says the same."""
+
+        def fits(n: int, experts: int) -> bool:
+            return self.slices * experts % n == 0
+
         fitting = [
             n
-            for n in range(1, ranks + 1)
-            if ranks % n == 0 and all(self.slices * experts % n == 0 for _, experts in layers)
+            for n in range(sharers, ranks + 1, sharers)
+            if ranks % n == 0 and all(fits(n, experts) for _, experts in layers)
         ]
-        if not isinstance(wanted, int):
-            return fitting[-1]
         if wanted in fitting:
             return wanted
+        unfit = next(
+            ((name, experts) for name, experts in layers if isinstance(wanted, int) and not fits(wanted, experts)), None
+        )
+        if not fitting:
+            few = min(self.slices * experts for _, experts in layers)
+            raise ConfigError(
+                f"Experts.shared_by: {sharers} ranks with the same tokens hold different experts, and no multiple of {sharers} divides {ranks} "
+                f"ranks and the experts of each layer, which are at least {few}; set Experts.slices, or leave shared_by at None"
+            )
+        if not isinstance(wanted, int):
+            return fitting[-1]
         near = min(fitting, key=lambda n: (abs(n - wanted), -n))
-        if ranks % wanted:
-            reason = f"it does not divide {ranks} rank{'s' if ranks > 1 else ''}"
-        else:
-            name, experts = next((name, experts) for name, experts in layers if self.slices * experts % wanted)
-            sliced = f", in {self.slices} slices each," if self.slices > 1 else ""
-            reason = f"it does not divide the {experts} experts{sliced} of '{name}'"
         raise ConfigError(
-            f"Config.experts: {wanted} ranks with different experts: {reason}; the nearest number that fits is {near}"
+            f"Config.experts: {wanted} ranks with different experts: {self._reason(ranks, wanted, sharers, unfit)}; the nearest number that "
+            f"fits is {near}"
+        )
+
+    def _reason(self, ranks: int, wanted: int, sharers: int, unfit: tuple[str, int] | None) -> str:
+        """Return why a number of ranks does not fit; `unfit`: a layer whose experts it does not divide."""
+        if wanted % sharers:
+            return f"it is no multiple of the {sharers} ranks of Experts.shared_by"
+        if ranks % wanted or unfit is None:
+            return f"it does not divide {ranks} rank{'s' if ranks > 1 else ''}"
+        sliced = f", in {self.slices} slices each," if self.slices > 1 else ""
+        return f"it does not divide the {unfit[1]} experts{sliced} of '{unfit[0]}'"
+
+
+def check_sharers(value: Any) -> None:
+    """Raise zeropp.ConfigError for what is neither a mesh of one dimension nor a group."""
+    kinds = [
+        getattr(dist, "ProcessGroup", None),
+        getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None),
+    ]
+    fits = value is None or isinstance(value, tuple(kind for kind in kinds if kind is not None))
+    if not fits or getattr(value, "ndim", 1) != 1:
+        raise wrong(
+            "Experts.shared_by", value, 'a mesh of one dimension such as mesh["tp"], a torch.distributed group, or None'
         )
 
 

@@ -139,6 +139,19 @@ def split_params_into_shared_and_expert_params(params: list[Any]) -> tuple[list[
     return [one for one in params if not is_moe_param(one)], [one for one in params if is_moe_param(one)]
 
 
+def split_params_grads_into_shared_and_expert_params(group: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of the parameters that all tokens share, and those of experts, each of its parameter's type.
+
+    Parameters without a gradient are left out. A prepared model refuses the read of a gradient that is partitioned, and names what to
+    call in its place.
+    """
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for one in group:
+        if (gradient := one.grad) is not None:
+            found[is_moe_param(one)].append(gradient.to(one.dtype))
+    return found
+
+
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Any, max_group_size: int | float | None = 178956971
 ) -> list[Any]:

@@ -35,6 +35,8 @@ def planned_division(model: nn.Module, config: Config, ranks: int) -> Division:
     """
     layers = expert_layers(model)
     chosen: Any = config.experts
+    if chosen.shared_by is not None:
+        raise ConfigError("estimate: Experts.shared_by, whose ranks are those of a mesh that runs; leave it at None")
     counts = chosen.ranks_of(ranks, [(layer.name, layer.experts) for layer in layers])
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for layer, count in zip(layers, counts, strict=True):

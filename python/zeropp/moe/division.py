@@ -8,28 +8,31 @@ part partition it, as all N ranks partition the rest of the model (zero/model/sp
     experts      0..3   4..7   0..3   4..7         of 8
     exchange    [ 0      1 ]  [ 2      3 ]         tokens go to the ranks of the experts that they chose
     same part   [ 0             2 ]                gradients of experts 0 to 3 are summed, and divided by 4
+
+Where t ranks hold the same tokens (``Experts.shared_by``, shared.py), they are among the ``ep`` ranks, and next to each other. In a job whose
+data ranks are apart from them, each of the t ranks of a place partitions its own experts with its data ranks, as it does with slices of
+tensor parallelism. An expert has seen each token once, so its gradient is divided by the number of batches.
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from zeropp.comm.collective import exchange
+from zeropp.comm.job import JobRanks, own_communicator
 from zeropp.config import Config, with_tiers
 from zeropp.errors import ConfigError
 from zeropp.moe.exchange import Exchange
 from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers
 from zeropp.moe.on_demand import Cache, DemandCall, DemandLayer
+from zeropp.moe.shared import Sharers
 from zeropp.zero.formulas import loads_units
 from zeropp.zero.model.boxes import Box, Boxes, Dims, one_box
 from zeropp.zero.model.part import Parts, cut, parts_of, shown
-
-_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-"""By the process group of the job and ``ep``: the group of this rank."""
 
 
 @dataclass
@@ -51,6 +54,10 @@ class Division:
     """Of experts on demand; None: there are none."""
     offloads: bool = False
     """True if experts alone have states in files."""
+    sharers: Sharers | None = None
+    """The ranks that hold the same tokens; None: this rank's are its own."""
+    divisor: float = 0.0
+    """By what the sum of an expert's gradients over the ranks of its part is divided; 0: by the number of data ranks."""
 
     @property
     def apart(self) -> list[nn.Module]:
@@ -60,7 +67,7 @@ class Division:
     @property
     def counts(self) -> list[int]:
         """Return the different numbers of parts that parameters are in."""
-        return sorted({len(parts.boxes) for part in self.parts.values() if (parts := parts_of(part)) is not None})
+        return sorted({parts.spread for part in self.parts.values() if (parts := parts_of(part)) is not None})
 
     def has_experts(self, params: list[nn.Parameter]) -> bool:
         """Return True if these parameters of a unit, or some of them, are experts."""
@@ -81,43 +88,52 @@ class Division:
                 continue
             local = {key: self.parts[getattr(layer.module, key)] for key in layer.keys}
             exchange = self.exchanges[ranks]
-            layer.module.forward = forward = ExpertsForward(layer, exchange, local, self.slices, self.chunks)
+            layer.module.forward = forward = ExpertsForward(
+                layer, exchange, local, self.slices, self.chunks, self.sharers
+            )
             if cache is not None:
                 first = exchange.rank * layer.experts * self.slices // ranks
                 forward.demand = DemandLayer(cache, number, layer.name, local, first, self.slices)
                 layer.module._compiled_call_impl = DemandCall(layer.module)
 
 
-def divide(model: nn.Module, config: Config, comm: Any) -> Division:
+def divide(model: nn.Module, config: Config, ranks: JobRanks) -> Division:
     """Return how ``Config.experts`` divides a model's experts. Collective.
 
     Args:
-        comm: communicator of the ranks that partition the model; None: this rank alone.
+        ranks: of the model. Those that hold the same tokens may have different data ranks.
 
     Raises:
         zeropp.ConfigError: the model has no plan for its experts, or they do not divide.
     """
     layers = expert_layers(model)
     chosen: Any = config.experts
-    count = comm.ranks if comm is not None else 1
-    ranks = chosen.ranks_of(count, [(layer.name, layer.experts) for layer in layers])
-    exchanges = {one: Exchange(_ranks_of(comm, one)) for one in sorted(set(ranks))}
+    sharers = None if chosen.shared_by is None else Sharers(chosen.shared_by)
+    alike = 1 if sharers is None else sharers.ranks
+    places = _places(ranks, sharers)
+    counts = chosen.ranks_of(len(places), [(layer.name, layer.experts) for layer in layers], alike)
+    exchanges = {one: Exchange(_neighbours(places, one)) for one in sorted(set(counts))}
     parts = {}
-    _check_cache(chosen.cache, config, comm)
-    for layer, one in zip(layers, ranks, strict=True):
+    _check_cache(chosen.cache, config, ranks.data)
+    apart = sharers is not None and len(places) != _count(ranks.data)
+    for layer, one in zip(layers, counts, strict=True):
         if one > 1 or chosen.slices > 1 or chosen.cache is not None:
-            parts.update(parts_of_layer(layer, one, chosen.slices, exchanges[one].comm))
+            parts.update(parts_of_layer(layer, one, chosen.slices, exchanges[one].comm, alike if apart else 1))
     return Division(
-        layers, ranks, chosen.slices, chosen.chunks, exchanges, parts, chosen.cache, chosen.offload is not None
-    )
+        layers, counts, chosen.slices, chosen.chunks, exchanges, parts, chosen.cache, chosen.offload is not None,
+        sharers, 0.0 if apart else len(places) / alike,
+    )  # fmt: skip
 
 
-def parts_of_layer(layer: ExpertLayer, ranks: int, slices: int, comm: Any) -> dict[nn.Parameter, nn.Parameter]:
+def parts_of_layer(
+    layer: ExpertLayer, ranks: int, slices: int, comm: Any, of_data_rank: int = 1
+) -> dict[nn.Parameter, nn.Parameter]:
     """Return, by parameter of a layer, the part of it that this rank has.
 
     Args:
         ranks: that hold different experts.
         comm: of these; None: the first one's part.
+        of_data_rank: how many of these, next to each other, are one rank for ZeRO.
     """
     _refuse_buffers(layer)
     parts = {}
@@ -125,7 +141,7 @@ def parts_of_layer(layer: ExpertLayer, ranks: int, slices: int, comm: Any) -> di
         parameter = layer.module._parameters[key]
         assert parameter is not None
         boxes = tuple(_boxes(layer, key, parameter.shape, rank, ranks, slices) for rank in range(ranks))
-        parts[parameter] = cut(parameter, Parts(comm, boxes))
+        parts[parameter] = cut(parameter, Parts(comm, boxes, of_data_rank))
     return parts
 
 
@@ -151,19 +167,42 @@ def _refuse_buffers(layer: ExpertLayer) -> None:
         )
 
 
-def _ranks_of(comm: Any, ep: int) -> Any:
-    """Return the process group of the ranks that hold different experts, this rank among them; None for one rank. Collective.
+def _count(comm: Any) -> int:
+    return 1 if comm is None else int(comm.ranks)
 
-    Exchanges have a group of their own also where all ranks take part: their order among the coordinator's collectives is not fixed.
+
+def _places(ranks: JobRanks, sharers: Sharers | None) -> list[int]:
+    """Return the ranks of the job that may hold different experts, in the order in which they are neighbours. Collective."""
+    me = ranks.all.job_ranks[ranks.all.rank] if ranks.all is not None else 0
+    data = [me] if ranks.data is None else list(ranks.data.job_ranks)
+    if sharers is None or sharers.ranks == 1:
+        return data
+    if set(sharers.members) <= set(data):
+        first = data.index(sharers.members[0])
+        if first % sharers.ranks or data[first : first + sharers.ranks] != sharers.members:
+            raise ConfigError(
+                f"Experts.shared_by: ranks {sharers.members} hold the same tokens, and are not next to each other among the data ranks {data}; "
+                "give prepare the mesh, prepare(..., mesh=mesh)"
+            )
+        return data
+    if len(set(sharers.members) & set(data)) > 1:
+        raise ConfigError(
+            f"Experts.shared_by: some of the ranks {sharers.members}, which hold the same tokens, are data ranks of each other and some are not; "
+            "name a dimension of the mesh such as mesh['tp']"
+        )
+    columns = exchange(sharers.comm, data)
+    return [rank for row in zip(*columns, strict=True) for rank in row]
+
+
+def _neighbours(places: list[int], ep: int) -> Any:
+    """Return the communicator of the ranks that hold different experts, this rank among them; None for one rank. Collective.
+
+    Exchanges have one of their own also where all ranks take part: their order among the coordinator's collectives is not fixed.
     """
     if ep == 1:
         return None
-    known = _groups.setdefault(dist.group.WORLD, {})
-    if ep not in known:
-        rows = [[*range(first, first + ep)] for first in range(0, comm.ranks, ep)]
-        made = [dist.new_group(ranks) for ranks in rows]
-        known[ep] = made[comm.rank // ep]
-    return known[ep]
+    at = places.index(dist.get_rank()) // ep * ep
+    return own_communicator(places[at : at + ep], "with different experts")
 
 
 def _boxes(layer: ExpertLayer, key: str, shape: Dims, rank: int, ranks: int, slices: int) -> Boxes:

@@ -24,6 +24,7 @@ from zeropp import _C
 from zeropp.comm.group import arena_tensor, communicator, dtype_code
 from zeropp.errors import NotBuiltError
 from zeropp.moe.hosts import Network, Phase, Route, begin, end, register_operators, route
+from zeropp.moe.shared import JOIN
 from zeropp.ops import checks
 
 __all__ = ["Exchange", "RowPlan", "combine", "dispatch", "keep_exchanges"]
@@ -296,7 +297,7 @@ def _kept() -> frozenset[Any]:
     ours = torch.ops.zeropp
     exchanges = (ours.moe_rows_dispatch.default, ours.moe_rows_combine.default)
     between_hosts = (ours.moe_hosts_route.default, ours.moe_hosts_begin.default, ours.moe_hosts_end.default)
-    return frozenset((*exchanges, *between_hosts, ours.moe_gate.default, torch.ops.aten.topk.default))
+    return frozenset((*exchanges, *between_hosts, JOIN, ours.moe_gate.default, torch.ops.aten.topk.default))
 
 
 def _check_rows(name: str, label: str, tensor: Tensor) -> None:

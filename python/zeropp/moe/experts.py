@@ -26,6 +26,7 @@ from zeropp.moe.exchange import Exchange, combine, dispatch, through
 from zeropp.moe.layer import Experts
 from zeropp.moe.on_demand import DemandLayer
 from zeropp.moe.products import swiglu_expert, swiglu_experts
+from zeropp.moe.shared import Sharers, once
 
 NAME = "zeropp"
 DISPATCHES = "ep_dispatch_experts"
@@ -111,11 +112,12 @@ class ExpertsForward:
         local: the parameters of this rank's experts, by name.
         slices: of an expert, which are experts here: a token that chose one chose all its slices, with the same weight.
         chunks: pieces in which tokens go to other hosts.
+        sharers: the ranks that hold the same tokens, each of which routes some of them.
     """
 
     def __init__(
         self, layer: ExpertLayer, exchange: Exchange, local: Mapping[str, nn.Parameter], slices: int = 1,
-        chunks: int | str = "auto",
+        chunks: int | str = "auto", sharers: Sharers | None = None,
     ) -> None:  # fmt: skip
         self._module = weakref.ref(layer.module)
         self._inner: Callable[..., Tensor] = layer.module.__dict__.get("forward") or type(layer.module).forward
@@ -124,11 +126,15 @@ class ExpertsForward:
         self.local, self.slices, self.chunks = dict(local), slices, chunks
         self.experts = layer.experts * slices
         self.exchange, self.layer = exchange, exchange.layer(layer.name)
+        self.sharers = sharers
         self.demand: DemandLayer | None = None
         """Where experts are read from without gradients; None: out of the parameters."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, index, weights = self._signature.bind(*args, **kwargs).args
+        return once(self.sharers, self._routed, hidden, index, weights)
+
+    def _routed(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         module = self._module()
         assert module is not None
         if self.slices > 1:
@@ -267,23 +273,27 @@ class EpImplementation:
     Args:
         experts: a module with this rank's experts.
         ep_mesh: of the ranks that hold different experts.
-        tp_mesh: of the ranks that hold the same batch; one rank.
+        tp_mesh: of the ranks that hold the same batch, each of which routes some of its tokens.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
-        if tp_mesh.size() > 1:
-            raise ConfigError(
-                f'ep_implementation="{NAME}": {tp_mesh.size()} ranks with the same batch (tp_size) are not supported; use tp_size=1, or '
-                'ep_implementation="auto"'
-            )
         self._module, self._forward = weakref.ref(experts), experts.forward
         group = ep_mesh.get_group()
         if group not in _of_comm:
             _of_comm[group] = Exchange(group)
         self._exchange = _of_comm[group]
+        self._sharers = None if tp_mesh.size() == 1 else Sharers(tp_mesh)
+        if self._sharers is not None and self._exchange.ranks % self._sharers.ranks:
+            raise ConfigError(
+                f'ep_implementation="{NAME}": {self._exchange.ranks} ranks with different experts (ep_size), and {self._sharers.ranks} with the same '
+                "batch (tp_size); wanted a multiple"
+            )
         self._layer = self._exchange.layer(type(experts).__name__)
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return once(self._sharers, self._routed, hidden, index, weights)
+
+    def _routed(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         module: Any = self._module()
         experts = module.num_experts * self._exchange.ranks
         y = through(

@@ -70,7 +70,7 @@ class Entry:
         parts = parts_of(self.param)
         if elem < 0 or not self.of_experts or (parts is None and self.boxes is not None):
             return self.names[0]
-        held = self.held if parts is None else parts.boxes[rank % len(parts.boxes)]
+        held = self.held if parts is None else parts.of_rank(rank)
         return f"{self.names[0]}[{held.index_in_whole(elem)[0]}]"
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:

@@ -158,10 +158,8 @@ def _divide(model: nn.Module, config: Config, ranks: job.JobRanks) -> Division |
     """Return how ``Config.experts`` divides a model's experts; few models have any, so what knows them is loaded here."""
     if config.experts is None:
         return None
-    compat.check(
-        {**facts_of(config), **_job_facts(ranks, ())}
-    )  # groups of exchanges are made over all ranks of the job
-    found: Division = importlib.import_module("zeropp.moe.division").divide(model, config, ranks.data)
+    compat.check({**facts_of(config), **_job_facts(ranks, ())})  # before ranks meet that may not
+    found: Division = importlib.import_module("zeropp.moe.division").divide(model, config, ranks)
     return found
 
 

@@ -96,7 +96,8 @@ WORKS: dict[str, dict[str, str]] = {
     "deepspeed.moe.layer": {"zeropp.deepspeed.moe": "MoE"},
     "deepspeed.moe.utils": {
         "zeropp.deepspeed.moe": "is_moe_param is_moe_param_group has_moe_layers configure_moe_param_groups "
-        "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
+        "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params "
+        "split_params_grads_into_shared_and_expert_params",
     },
     "deepspeed.ops": {"later": "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"},
     "deepspeed.ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DTensors as parameters: units lie over their local tensors, gradients come to the parameter's placement, and what is not
-cut over the mesh is one value on all of its ranks.
+cut over the mesh is one value on all of its ranks. Parts of experts (part.py) are cut over the mesh as well.
 
 A unit holds either DTensors that are cut over the mesh, or DTensors that are whole on each of its ranks, or plain
 parameters. The last two are copies: the ranks of the mesh hold the same values, and one of them counts in the norm.
@@ -21,6 +21,8 @@ from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.errors import ConfigError
 from zeropp.files.heap_trim import byte_view
 from zeropp.zero.model.boxes import Box, Boxes
+from zeropp.zero.model.init import is_sharded
+from zeropp.zero.model.part import parts_of, shown
 from zeropp.zero.model.units import UnitPlan, is_dtensor, kind_of, local_of
 
 COPIES = (0, 2)
@@ -163,7 +165,9 @@ def check_copies(plans: Sequence[UnitPlan], mesh: Any) -> None:
 
 def _digests(plans: Sequence[UnitPlan]) -> Iterator[tuple[str, str]]:
     for plan in (one for one in plans if kind_of(one.params[0]) in COPIES):
-        for names, parameter in zip(plan.names, plan.params, strict=True):
+        for names, parameter in zip(plan.names, map(shown, plan.params), strict=True):
+            if parts_of(plan.params[0]) is not None and is_sharded(parameter):
+                continue  # its ranks have parts of it, and none has values to compare
             values = local_of(parameter.detach()).contiguous().view(-1)
             yield names[0], f"{tuple(parameter.shape)} {hashlib.sha256(byte_view(values)).hexdigest()}"
 
@@ -172,6 +176,6 @@ def note_copies(units: Iterable[Any], mesh: Any) -> None:
     """Let one rank of the mesh count each copy in the norm."""
     if mesh is not None and mesh.get_local_rank() > 0:
         for unit in units:
-            if kind_of(unit.params[0].param) in COPIES:
+            if kind_of(unit.params[0].param) in COPIES and parts_of(unit.params[0].param) is None:
                 unit.is_copy = True
                 unit.core.set_copy()

@@ -66,11 +66,24 @@ class Parts:
     """None: there is one part."""
     boxes: tuple[Boxes, ...]
     """By rank; all have one shape."""
+    of_data_rank: int = 1
+    """How many parts that follow each other are on ranks that are one rank for ZeRO: those of a job that hold the same tokens, and of
+    which each partitions its own part."""
 
     @property
     def own(self) -> Boxes:
         """Return this rank's."""
         return self.boxes[self.comm.rank if self.comm is not None else 0]
+
+    @property
+    def spread(self) -> int:
+        """Return how many parts there are among data ranks."""
+        return len(self.boxes) // self.of_data_rank
+
+    def of_rank(self, rank: int) -> Boxes:
+        """Return what a data rank has."""
+        own = self.comm.rank if self.comm is not None else 0
+        return self.boxes[rank % self.spread * self.of_data_rank + own % self.of_data_rank]
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of whole values."""
@@ -108,6 +121,10 @@ class Division(Protocol):
     def counts(self) -> list[int]:
         """Return the numbers of parts that there are: of n parts rank r has ``r % n``, and partitions it with those that have the same
         (spread.py)."""
+
+    @property
+    def divisor(self) -> float:
+        """Return by what the sum of gradients over the ranks of a part is divided; 0: by the number of all data ranks."""
 
     @property
     def apart(self) -> list[nn.Module]:

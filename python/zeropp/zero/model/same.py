@@ -85,6 +85,8 @@ def _facts(path: str, value: Any) -> Iterator[tuple[str, str]]:
         inner, name = getattr(value, field.name), f"{path}.{field.name}"
         if path == "Config" and field.name == "precision" and not isinstance(inner, Precision):
             inner = Precision(param=inner)  # the short form of the same thing
+        if field.name == "shared_by" and inner is not None:
+            inner = f"{inner.size()} ranks"  # each set of ranks with the same tokens names its own
         if path == "Config" and field.name == "loss_scale" and inner is None:
             inner = LossScale()
         if dataclasses.is_dataclass(inner):

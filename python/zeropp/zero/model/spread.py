@@ -70,7 +70,12 @@ def spreads_of(division: Division) -> list[Spread]:
     """Return the spreads of the parts of parameters, which go last in a list: one for each number of parts."""
     several = len(division.counts) > 1
     return [
-        Spread(name=f"the model's experts{f' on {parts} ranks' if several else ''}", modules=(), parts=parts)
+        Spread(
+            name=f"the model's experts{f' on {parts} ranks' if several else ''}",
+            modules=(),
+            parts=parts,
+            divisor=division.divisor,
+        )
         for parts in division.counts
     ]
 
