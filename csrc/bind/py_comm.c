@@ -293,6 +293,21 @@ static PyObject *set_job_ranks(PyObject *self, PyObject *list) {
     Py_RETURN_NONE;
 }
 
+static PyObject *link_with(PyObject *self, PyObject *other) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_comm *comm = zpp_py_comm_get(self), *with = comm ? zpp_py_comm_get(other) : NULL;
+    if (!with) return NULL;
+    return zpp_py_result(zpp_comm_link(comm, with, &err), &err);
+}
+
+static PyObject *look_for_dead(PyObject *self, PyObject *none) {
+    (void)none;
+    zpp_comm *comm = zpp_py_comm_get(self);
+    if (!comm) return NULL;
+    zpp_comm_look_for_dead(comm);
+    Py_RETURN_NONE;
+}
+
 static PyObject *comm_abort(PyObject *object, PyObject *args) {
     const char *message = NULL;
     if (!PyArg_ParseTuple(args, "|z", &message)) return NULL;
@@ -425,6 +440,10 @@ static PyMethodDef comm_methods[] = {
      "set_timeout(timeout_s, /)\n--\n\nOf later waits of this rank; 0: none."},
     {"set_job_ranks", set_job_ranks, METH_O,
      "set_job_ranks(list, /)\n--\n\nLet messages and errors give the ranks these numbers, which they have in the job."},
+    {"link", link_with, METH_O,
+     "link(comm, /)\n--\n\nLet both groups end together: an error of one is an error of the other, with its rank."},
+    {"look_for_dead", look_for_dead, METH_NOARGS,
+     "look_for_dead()\n--\n\nEnd the group by the name of a rank that died, if one did; check() raises the error."},
     {"set_name", set_name, METH_VARARGS, "set_name(name, /)\n--\n\nOf the group, for messages of this rank."},
     {"exchange", exchange, METH_VARARGS,
      "exchange(coll, dtype, root, dsts, srcs, /)\n--\n\nAll-to-all, gather, scatter: lists of (ptr, bytes), one a "

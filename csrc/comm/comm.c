@@ -104,6 +104,7 @@ zpp_status zpp_comm_create(const struct zpp_comm_options *options, const struct 
 
 static void say_farewell(struct zpp_comm *comm, bool forked) {
     if (forked || atomic_load(&comm->closed)) return;
+    if (atomic_load(&comm->linked)) zpp_comm_look_for_dead(comm);
     if (comm->base[comm->rank]) atomic_store(&zpp_control(comm, comm->rank)->left, 1);
     if (comm->net) zpp_net_farewell(comm); /* tells peers the group's error, so `closed` must not be one yet */
     atomic_store(&comm->closed, true);
@@ -117,6 +118,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     say_farewell(comm, forked);
     zpp_async_destroy(comm); /* these check for a forked child, which has no thread to join */
     zpp_p2p_destroy(comm);
+    if (!forked) zpp_linked_remove(comm);
     zpp_net_destroy(comm, forked);
     zpp_door_close(comm);
     zpp_arena_clear(comm);
@@ -126,6 +128,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
         if (comm->peer[r].pidfd >= 0) close(comm->peer[r].pidfd);
         zpp_memfd_unmap(comm->base[r], comm->base_bytes);
     }
+    if (!forked) zpp_linked_drop(comm); /* no thread of this group is left */
     if (comm->fork_guard) munmap(comm->fork_guard, zpp_page_bytes());
     if (!forked) { /* a forked child may have inherited them locked */
         pthread_mutex_destroy(&comm->message_lock);

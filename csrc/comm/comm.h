@@ -71,6 +71,13 @@ void zpp_comm_destroy(zpp_comm *comm);
 /* The part of zpp_comm_destroy that peers and callers notice: peers are told, and every later call of this rank gets
  * STATE. The memory stays for those who hold it. No call is in progress. */
 void zpp_comm_leave(zpp_comm *comm);
+/* Let two groups of this process end together: the first comm error of one is that of the other, and of all groups that
+ * are linked with it. Its rank is named by its number in the job (zpp_comm_set_job_ranks comes first). Nothing where
+ * `comm` is linked already. Local; one thread links at a time. */
+zpp_status zpp_comm_link(zpp_comm *comm, zpp_comm *with, struct zpp_err *err);
+/* For an error that another library raised, perhaps because a peer died: record a comm error that names the first dead
+ * rank of this group and those linked with it, if none stands. Any thread; a system call a rank. */
+void zpp_comm_look_for_dead(zpp_comm *comm);
 /* End every pending and later wait, here and on the peers, with ABORTED and this message, which names this rank. Any
  * thread. */
 void zpp_comm_abort(zpp_comm *comm, const char *message);

@@ -25,16 +25,29 @@ bool zpp_comm_forked(const struct zpp_comm *comm) {
     return comm->fork_guard && !atomic_load_explicit(comm->fork_guard, memory_order_relaxed);
 }
 
-static zpp_status report(const struct zpp_comm *comm, uint64_t comm_error, struct zpp_err *err) {
-    const int failed_rank = (int)(comm_error & 0xffff) - 1, recorder = (int)(comm_error >> 16 & 0xffff) - 1;
+/* Return false where the value in shared memory cannot be one that a rank wrote. */
+static bool decode(const struct zpp_comm *comm, uint64_t comm_error, struct zpp_comm_error *out) {
+    const int recorder = (int)(comm_error >> 16 & 0xffff) - 1;
     const uint32_t minus_status = (uint32_t)(comm_error >> 32);
-    if (recorder < 0 || recorder >= comm->ranks || minus_status == 0 || minus_status > INT32_MAX)
+    if (recorder < 0 || recorder >= comm->ranks || minus_status == 0 || minus_status > INT32_MAX) return false;
+    out->status = (zpp_status)-(int)minus_status;
+    out->failed_rank = (int)(comm_error & 0xffff) - 1;
+    memcpy(out->text, zpp_control(comm, recorder)->comm_error_text, sizeof out->text);
+    out->text[sizeof out->text - 1] = '\0';
+    return true;
+}
+
+static zpp_status report(const struct zpp_comm *comm, uint64_t comm_error, struct zpp_err *err) {
+    struct zpp_comm_error error;
+    if (!decode(comm, comm_error, &error))
         return zpp_fail(err, ZPP_PEER, "comm: control memory of group \"%s\" is damaged (comm error %#llx)", comm->name,
                         (unsigned long long)comm_error);
-    char text[ZPP_ERR_TEXT_BYTES];
-    memcpy(text, zpp_control(comm, recorder)->comm_error_text, sizeof text);
-    text[sizeof text - 1] = '\0';
-    return zpp_fail_rank(err, (zpp_status)-(int)minus_status, zpp_label(comm, failed_rank), "%s", text);
+    return zpp_fail_rank(err, error.status, zpp_label(comm, error.failed_rank), "%s", error.text);
+}
+
+bool zpp_comm_error_read(const struct zpp_comm *comm, struct zpp_comm_error *out) {
+    const uint64_t comm_error = atomic_load_explicit(comm_error_of(comm), memory_order_acquire);
+    return comm_error && decode(comm, comm_error, out);
 }
 
 zpp_status zpp_comm_check(const struct zpp_comm *part, struct zpp_err *err) {
@@ -82,6 +95,12 @@ zpp_status zpp_comm_fail(struct zpp_comm *part, zpp_status status, int failed_ra
     return report(comm, standing, err);
 }
 
+void zpp_comm_pass_on(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text) {
+    uint64_t standing;
+    if (record(comm, status, failed_rank, text, &standing) && comm->net)
+        comm->transport->tell(comm, status, failed_rank, text);
+}
+
 bool zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text) {
     uint64_t standing;
     return record(comm, status, failed_rank, text, &standing);
@@ -107,13 +126,6 @@ bool zpp_peer_gone(const struct zpp_comm *part, int part_rank) {
     }
     if (poll_fd.fd < 0 || poll(&poll_fd, 1, 0) <= 0) return false;
     return (poll_fd.revents & (peer->pidfd < 0 ? POLLHUP | POLLRDHUP : POLLIN)) != 0;
-}
-
-void zpp_comm_abort(zpp_comm *comm, const char *message) {
-    struct zpp_err standing = ZPP_ERR_INIT;
-    if (zpp_comm_forked(comm)) return;
-    (void)zpp_comm_fail(comm, ZPP_ABORTED, comm->rank, &standing, "comm: rank %d aborted group \"%s\": %s",
-                        zpp_label(comm, comm->rank), comm->name, message ? message : "no reason given");
 }
 
 zpp_status zpp_comm_health(const zpp_comm *comm, struct zpp_err *err) { return zpp_comm_check(comm, err); }

@@ -96,15 +96,19 @@ static int absent_ranks(const struct zpp_comm *comm, const struct zpp_wait_targe
 static zpp_status record_lost(struct zpp_wait_ctx *wait_ctx, int rank, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
     char doing[256];
+    zpp_status status;
     describe(wait_ctx, doing, sizeof doing);
     if (zpp_peer_left(comm, rank))
-        return zpp_comm_fail(comm, ZPP_PEER, rank, err,
-                             "comm: rank %d left the group \"%s\" while rank %d waited for it in %s",
-                             zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), doing);
-    return zpp_comm_fail(comm, ZPP_PEER, rank, err,
-                         "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s",
-                         zpp_label(comm, rank), (int)comm->peer[rank].pid, comm->name, zpp_label(comm, comm->rank),
-                         doing);
+        status = zpp_comm_fail(comm, ZPP_PEER, rank, err,
+                               "comm: rank %d left the group \"%s\" while rank %d waited for it in %s",
+                               zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), doing);
+    else
+        status = zpp_comm_fail(comm, ZPP_PEER, rank, err,
+                               "comm: rank %d (process %d) of group \"%s\" died while rank %d waited for it in %s",
+                               zpp_label(comm, rank), (int)comm->peer[rank].pid, comm->name,
+                               zpp_label(comm, comm->rank), doing);
+    zpp_linked_spread(comm);
+    return status;
 }
 
 /* End the wait if a rank died or left without reaching the wait target. The counter is read again after that check,
@@ -179,9 +183,11 @@ static zpp_status check(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_tar
                         struct zpp_err *err) {
     const uint64_t now_ns = zpp_now_ns();
     const uint64_t timeout_ns = timeout_of(wait_ctx);
+    const bool due = now_ns >= wait_ctx->check_ns;
+    if (due) zpp_linked_spread(wait_ctx->comm);
     zpp_status status = zpp_comm_check(wait_ctx->comm, err);
     if (status != ZPP_OK) return status;
-    if (now_ns >= wait_ctx->check_ns) {
+    if (due) {
         wait_ctx->check_ns = now_ns + LOOK_NS;
         status = wait_target ? check_lost_peers(wait_ctx, wait_target, err) : ZPP_OK;
         if (status == ZPP_OK) status = tick(wait_ctx, err);

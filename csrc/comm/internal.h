@@ -97,6 +97,7 @@ struct zpp_async; /* async.c */
 struct zpp_p2p;   /* p2p.c */
 struct zpp_net;   /* net.h */
 struct zpp_door;  /* net_join.c */
+struct zpp_linked; /* linked.c */
 
 struct zpp_peer {
     int socket; /* -1 at our own place */
@@ -117,6 +118,8 @@ struct zpp_comm {
     struct zpp_comm *outer;
     int outer_rank[ZPP_RANKS_MAX];
     int job_rank[ZPP_RANKS_MAX]; /* what messages and errors call the ranks; of the whole group */
+    _Atomic(struct zpp_linked *) linked; /* the groups that end together with this one; NULL: none */
+    struct zpp_comm *next_linked;        /* the next of them; guarded by their lock */
     bool joined; /* all peers are mapped */
     _Atomic bool closed; /* by zpp_comm_leave */
     uint64_t timeout_ns;
@@ -173,9 +176,13 @@ static inline int zpp_outer_rank(const struct zpp_comm *comm, int rank) {
     return comm->outer && rank >= 0 ? comm->outer_rank[rank] : rank;
 }
 
+/* A failed rank from here on is no rank of the group, but rank (number - ZPP_OUTSIDE) of the job; see linked.c. */
+enum { ZPP_OUTSIDE = 1 << 14, ZPP_OUTSIDE_END = 1 << 15 };
+
 /* Return the number that messages give a rank. */
 static inline int zpp_label(const struct zpp_comm *comm, int rank) {
     const struct zpp_comm *whole = comm->outer ? comm->outer : comm;
+    if (rank >= ZPP_OUTSIDE) return rank - ZPP_OUTSIDE;
     return rank >= 0 && rank < comm->ranks ? whole->job_rank[zpp_outer_rank(comm, rank)] : rank;
 }
 
@@ -239,9 +246,24 @@ zpp_status zpp_comm_fail(struct zpp_comm *comm, zpp_status status, int failed_ra
                          const char *format, ...) __attribute__((format(printf, 5, 6)));
 /* Record a comm error that another host reported. Return true if it is the first one that this host hears of. */
 bool zpp_comm_fail_heard(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
+/* The comm error of a whole group, unchanged by the caller's state: false if there is none. */
+struct zpp_comm_error {
+    zpp_status status;
+    int failed_rank; /* as this group numbers it, or ZPP_OUTSIDE and more */
+    char text[ZPP_ERR_TEXT_BYTES];
+};
+bool zpp_comm_error_read(const struct zpp_comm *comm, struct zpp_comm_error *out);
+/* Record a comm error that was recorded elsewhere, and tell other hosts; nothing where one stands. */
+void zpp_comm_pass_on(struct zpp_comm *comm, zpp_status status, int failed_rank, const char *text);
 bool zpp_peer_left(const struct zpp_comm *comm, int rank); /* it destroyed its communicator */
 bool zpp_peer_gone(const struct zpp_comm *comm, int rank); /* left, or dead; a system call */
 bool zpp_comm_forked(const struct zpp_comm *comm);
+
+/* --- linked.c: groups that end together --------------------------------------------------------------------------- */
+void zpp_linked_spread(struct zpp_comm *comm); /* give all the first comm error of any; any thread, never waits */
+/* The end of a group in two parts, around that of its watcher; both accept one that is not linked. */
+void zpp_linked_remove(struct zpp_comm *comm);
+void zpp_linked_drop(struct zpp_comm *comm);
 
 /* --- control_message.c -------------------------------------------------------------------------------------------- */
 zpp_status zpp_message_send(struct zpp_comm *comm, int rank, const struct zpp_message *content, int fd,

@@ -424,6 +424,7 @@ static void *run(void *arg) {
             if (progress(p2p)) continue;
             pthread_mutex_unlock(&p2p->lock);
             (void)zpp_counter_sleep(&wait_ctx, bell, heard + 1, UINT64_MAX);
+            zpp_linked_spread(comm);
             pthread_mutex_lock(&p2p->lock);
             if (zpp_comm_check(comm, &err) != ZPP_OK) fail_all(p2p, &err);
         }

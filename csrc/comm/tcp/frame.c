@@ -6,13 +6,15 @@
 
 #include <string.h>
 
+#include "../internal.h"
+
 static const uint64_t DATA_BYTES_MAX = (uint64_t)1 << 48;
 
 static zpp_status check_error(const struct zpp_frame *frame, int ranks, struct zpp_err *err) {
     if (frame->bytes == 0 || frame->bytes >= ZPP_ERR_TEXT_BYTES)
         return zpp_fail(err, ZPP_PEER, "a comm error of %llu bytes, wanted 1 to %d", (unsigned long long)frame->bytes,
                         (int)ZPP_ERR_TEXT_BYTES - 1);
-    if (frame->elems > (uint64_t)ranks)
+    if (frame->elems > (uint64_t)ranks && (frame->elems <= ZPP_OUTSIDE || frame->elems > ZPP_OUTSIDE_END))
         return zpp_fail(err, ZPP_PEER, "a comm error on rank %llu of a group of %d",
                         (unsigned long long)frame->elems - 1, ranks);
     if (frame->what == 0 || frame->what > 64)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import math
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from zeropp import _C
 from zeropp.comm.rendezvous import PatientStore, rendezvous
-from zeropp.errors import Error
+from zeropp.errors import CommError, Error
 
 _log = logging.getLogger("zeropp")
 
@@ -30,11 +32,12 @@ BYTES = DTYPE_CODES[torch.uint8]
 _DLPACK_CPU = 1
 _GATHER, _SCATTER = _C.COMM_COLLECTIVES["gather"], _C.COMM_COLLECTIVES["scatter"]
 
-_lock = threading.Lock()  # guards the four below
+_lock = threading.Lock()  # guards the five below
 _open: list[Any] = []  # every _C.Comm that is not closed
 _closed_traffic: dict[str, dict[str, int]] = {}
 _of_group: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _parts: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # of a group, by what they are
+_to_link: list[Any] = []  # made before the communicator of the default group
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -138,12 +141,8 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
             "comm: torch.distributed does not run; call torch.distributed.init_process_group first (torchrun sets it up)"
         )
     group = dist.group.WORLD if group is None else group
-    own = getattr(group, "comm", None)
-    if own is not None:
-        return own
-    with _lock:
-        known = _of_group.get(group)
-    if known is not None and not known.closed:
+    known = _known(group)
+    if known is not None:
         return known
     c10d = dist.distributed_c10d
     assert group is not None
@@ -153,7 +152,58 @@ def communicator(group: dist.ProcessGroup | None = None) -> Any:
     with _lock:
         _of_group[group] = comm
     weakref.finalize(group, close, comm)
+    if group is dist.group.WORLD:
+        _link_all(comm)
     return comm
+
+
+def _known(group: Any) -> Any:
+    """Return the communicator of a group if it has one; None: not yet."""
+    own = getattr(group, "comm", None)
+    if own is not None:
+        return own
+    with _lock:
+        known = _of_group.get(group)
+    return None if known is None or known.closed else known
+
+
+def link_to_job(comm: Any, job_ranks: list[int]) -> None:
+    """Let a communicator of some ranks of the default group end together with those of all others, and name ranks as the job does.
+
+    A rank that dies is in some of a job's groups; those who wait in another one hear of it there (csrc/comm/linked.c).
+    """
+    comm.set_job_ranks(job_ranks)
+    world = _known(dist.group.WORLD)
+    if world is not None:
+        comm.link(world)
+        return
+    with _lock:
+        _to_link.append(comm)
+
+
+def _link_all(world: Any) -> None:
+    with _lock:
+        waiting = [comm for comm in _to_link if not comm.closed]
+        _to_link.clear()
+    for comm in waiting:
+        comm.link(world)
+
+
+@contextlib.contextmanager
+def named_dead(comm: Any) -> Iterator[None]:
+    """Turn another library's error into one that names a rank of the job, where a rank died or the job ended: gloo only says
+    that a connection was closed. The death of a process is seen up to some ms after its connections are closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        for _ in range(0 if comm is None or isinstance(error, Error) else 5):
+            comm.look_for_dead()
+            try:
+                comm.check()
+            except CommError as cause:
+                raise cause from error
+            time.sleep(0.02)
+        raise
 
 
 def own_communicator(group: dist.ProcessGroup, name: str) -> Any:
@@ -161,7 +211,9 @@ def own_communicator(group: dist.ProcessGroup, name: str) -> Any:
     closes it."""
     c10d = dist.distributed_c10d
     store = c10d.PrefixStore(f"zeropp/{name}", c10d._get_process_group_store(group))
-    return create(store, group.rank(), group.size(), timeout_of(group), name)
+    comm = create(store, group.rank(), group.size(), timeout_of(group), name)
+    link_to_job(comm, dist.get_process_group_ranks(group))
+    return comm
 
 
 def host_communicator() -> Any:
@@ -171,10 +223,13 @@ def host_communicator() -> Any:
     assert group is not None
     here = world.host_ranks
     what = f"host of rank {here[0]}"
-    return keep_for_group(
-        group, what,
-        lambda store: create(store, here.index(world.rank), len(here), timeout_of(group), f"{group_name(group)}, {what}"),
-    )  # fmt: skip
+
+    def make(store: Any) -> Any:
+        comm = create(store, here.index(world.rank), len(here), timeout_of(group), f"{group_name(group)}, {what}")
+        link_to_job(comm, here)
+        return comm
+
+    return keep_for_group(group, what, make)
 
 
 def keep_for_group(group: Any, what: str, make: Callable[[Any], Any]) -> Any:

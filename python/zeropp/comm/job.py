@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeropp.comm.group import communicator, create, group_name, keep_for_group, timeout_of
+from zeropp.comm.group import communicator, create, group_name, keep_for_group, link_to_job, timeout_of
 
 
 @dataclass(frozen=True)
@@ -94,5 +94,5 @@ def _make(store: Any, numbers: list[int], purpose: str = "") -> Any:
     assert group is not None
     name = f"{group_name(group)}, ranks {', '.join(map(str, numbers))}{purpose}"
     comm = create(store, numbers.index(dist.get_rank()), len(numbers), timeout_of(group), name)
-    comm.set_job_ranks(numbers)
+    link_to_job(comm, numbers)
     return comm

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zeropp import _C
-from zeropp.comm.group import arena_tensor, communicator, dtype_code
+from zeropp.comm.group import arena_tensor, communicator, dtype_code, link_to_job
 from zeropp.errors import NotBuiltError
 from zeropp.moe.hosts import Network, Phase, Route, begin, end, register_operators, route
 from zeropp.moe.shared import JOIN
@@ -32,6 +32,13 @@ __all__ = ["Exchange", "RowPlan", "combine", "dispatch", "keep_exchanges"]
 _EMPTY = (0, 0)
 _numbers = itertools.count(1)
 _exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
+
+
+def _communicator_of(group: dist.ProcessGroup) -> Any:
+    comm = communicator(group)
+    if group is not dist.group.WORLD:
+        link_to_job(comm, dist.get_process_group_ranks(group))
+    return comm
 
 
 class Exchange:
@@ -46,7 +53,7 @@ class Exchange:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.comm: Any = communicator(group) if isinstance(group, dist.ProcessGroup) else group
+        self.comm: Any = _communicator_of(group) if isinstance(group, dist.ProcessGroup) else group
         self.core: Any = _C.Rows(self.comm)
         self.ranks: int = 1 if self.comm is None else self.comm.ranks
         self.here: int = self.core.ranks

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp.comm.group import link_to_job
 from zeropp.comm.job import JobRanks, over, world
 from zeropp.errors import ConfigError, what_it_is
 
@@ -41,7 +42,18 @@ def ranks_of(mesh: DeviceMesh | None, data_dims: Sequence[str] | None, caller: s
         return world()
     data = data_names(_names_of(mesh, caller), data_dims, caller)
     _require_whole_job(mesh, caller)
-    return over(ranks_along(mesh, data))
+    ranks = over(ranks_along(mesh, data))
+    _link_groups(mesh)
+    return ranks
+
+
+def _link_groups(mesh: DeviceMesh) -> None:
+    """Let the groups of the mesh end together with the job, where they are zeropp's: activations of a pipeline go over one of them."""
+    for name in mesh.mesh_dim_names or ():
+        group = mesh.get_group(name)
+        comm = getattr(group, "comm", None)
+        if comm is not None and group is not dist.group.WORLD:
+            link_to_job(comm, dist.get_process_group_ranks(group))
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from zeropp.comm.group import named_dead
 from zeropp.errors import ConfigError, Error, what_it_is
 from zeropp.parallel.cut import Chunks, place_in, stage_indices
 from zeropp.zero.engine import Engine, engine_of
@@ -174,7 +175,7 @@ class _Step:
         for chunk in self.chunks:
             chunk.forwards = chunk.backwards = 0
         try:
-            with self._holding():
+            with self._holding(), self._named_dead():
                 yield
             self._require_backwards(micro_batches)
             core.pass_close()
@@ -186,8 +187,11 @@ class _Step:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Surround all micro-batches of an evaluation."""
-        with torch.no_grad(), self._holding():
+        with torch.no_grad(), self._holding(), self._named_dead():
             yield
+
+    def _named_dead(self) -> contextlib.AbstractContextManager[None]:
+        return named_dead(self.engine.comm if self.engine.job is None else self.engine.job)
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
