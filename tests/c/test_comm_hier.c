@@ -422,28 +422,24 @@ static bool has_loopback(void) {
     return works;
 }
 
-#ifndef TEST_SPARSE /* test_comm_sparse.c runs these but the last */
-int main(int argc, char **argv) {
-    static const struct test_case cases[] = {TEST(siphash),
-                                             TEST(interfaces),
-                                             TEST(reductions_over_hosts),
-                                             TEST(movements_over_hosts),
-                                             TEST(exchanges_over_hosts),
-                                             TEST(a_large_tensor),
-                                             TEST(bytes_by_link),
-                                             TEST(messages_over_hosts),
-                                             TEST(limits_and_queues),
-                                             TEST(abort_reaches_all_hosts),
-                                             TEST(a_rank_leaves),
-                                             TEST(a_rank_is_late),
-                                             TEST(different_collectives),
-                                             TEST(different_objects),
-                                             TEST(different_splits),
-                                             TEST(strangers_are_turned_away),
-                                             {0}};
+/* The cases that groups with all links and sparse groups share. */
+#define CASES_OF_BOTH                                                                                  \
+    TEST(siphash), TEST(interfaces), TEST(reductions_over_hosts), TEST(movements_over_hosts),          \
+    TEST(exchanges_over_hosts), TEST(a_large_tensor), TEST(bytes_by_link), TEST(messages_over_hosts),  \
+    TEST(limits_and_queues), TEST(abort_reaches_all_hosts), TEST(a_rank_leaves), TEST(a_rank_is_late), \
+    TEST(different_collectives), TEST(different_objects), TEST(different_splits)
+
+/* Run the cases; where hosts cannot talk, siphash alone. */
+static int run_cases(int argc, char **argv, const struct test_case *cases) {
     static const struct test_case alone[] = {TEST(siphash), {0}};
     if (has_loopback()) return test_main(argc, argv, cases);
     printf("skipped all but siphash: 127.0.0.1 cannot be connected to (ip link set lo up)\n");
     return test_main(argc, argv, alone);
+}
+
+#ifndef TEST_SPARSE /* test_comm_sparse.c runs these but the last */
+int main(int argc, char **argv) {
+    static const struct test_case cases[] = {CASES_OF_BOTH, TEST(strangers_are_turned_away), {0}};
+    return run_cases(argc, argv, cases);
 }
 #endif

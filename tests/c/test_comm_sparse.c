@@ -144,29 +144,12 @@ static void numbers(struct test_rank *me) {
 static void hosts_are_numbered_by_their_lowest_ranks(void) { run_hosts("zazcab", numbers, NULL); }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = {TEST(siphash),
-                                             TEST(interfaces),
-                                             TEST(hosts_are_numbered_by_their_lowest_ranks),
+    static const struct test_case cases[] = {TEST(hosts_are_numbered_by_their_lowest_ranks),
                                              TEST(links_grow_with_the_logarithm),
                                              TEST(an_error_reaches_all_hosts),
                                              TEST(a_missing_rank_is_named_by_all),
                                              TEST(a_rank_of_another_group_is_named_by_all),
-                                             TEST(reductions_over_hosts),
-                                             TEST(movements_over_hosts),
-                                             TEST(exchanges_over_hosts),
-                                             TEST(a_large_tensor),
-                                             TEST(bytes_by_link),
-                                             TEST(messages_over_hosts),
-                                             TEST(limits_and_queues),
-                                             TEST(abort_reaches_all_hosts),
-                                             TEST(a_rank_leaves),
-                                             TEST(a_rank_is_late),
-                                             TEST(different_collectives),
-                                             TEST(different_objects),
-                                             TEST(different_splits),
+                                             CASES_OF_BOTH,
                                              {0}};
-    static const struct test_case alone[] = {TEST(siphash), {0}};
-    if (has_loopback()) return test_main(argc, argv, cases);
-    printf("skipped all but siphash: 127.0.0.1 cannot be connected to (ip link set lo up)\n");
-    return test_main(argc, argv, alone);
+    return run_cases(argc, argv, cases);
 }
