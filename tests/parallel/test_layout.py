@@ -150,7 +150,10 @@ def test_every_layout_of_eight_ranks_adds_up() -> None:
         ({"mesh": {"dp": 2, "rows": 2}}, "dimension 'rows' of the mesh is not known"),
         ({"mesh": {"dp": 0}}, "mesh['dp'] is 0; wanted a whole number"),
         ({"mesh": {"dp": 4}, "ranks": 2}, "ranks 2, and the mesh {'dp': 4} has 4"),
-        ({"mesh": {"tp": 2}}, "Linear has no plan of transformers"),
+        (
+            {"mesh": {"tp": 2}},
+            "estimate: transformers has no tensor-parallel plan for Linear; estimate a Hugging Face model",
+        ),
         ({"ranks": 2, "sequence": 8}, "belong to a mesh"),
         ({}, "neither ranks nor mesh"),
         ({"mesh": {"dp": 2, "pp": 2}, "schedule": "Ring"}, "schedule 'Ring' is not one of torch's"),
@@ -159,6 +162,25 @@ def test_every_layout_of_eight_ranks_adds_up() -> None:
 def test_refusals_of_estimate(keywords: dict[str, Any], sentence: str) -> None:
     with pytest.raises(zeropp.ConfigError, match=re.escape(sentence)):
         zeropp.estimate(nn.Linear(2, 2), **keywords)
+
+
+def test_a_plan_that_transformers_refuses_is_named() -> None:
+    """transformers raises ValueError where a model has no plan, and where its plan has a style that it does not know."""
+    transformers = pytest.importorskip("transformers")
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(
+        zeropp.ConfigError, match="no tensor-parallel plan for GPT2LMHeadModel; estimate a Hugging Face"
+    ):
+        zeropp.estimate(gpt, mesh={"tp": 2})
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.base_model_tp_plan = {"layers.*.mlp.up_proj": "diagonal"}
+    with pytest.raises(
+        zeropp.ConfigError,
+        match=r"refuses the tensor-parallel plan of LlamaForCausalLM.*up_proj.*diagonal.*or estimate a",
+    ):
+        zeropp.estimate(transformers.LlamaForCausalLM(config), mesh={"tp": 2})
 
 
 def big(layers: int, width: int, heads: int, inner: int) -> Any:

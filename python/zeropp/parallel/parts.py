@@ -16,6 +16,7 @@ from torch import nn
 
 from zeropp.errors import ConfigError, shown
 from zeropp.parallel.cut import Chunks, chunks_of
+from zeropp.parallel.tensor import own_plan
 
 _DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "data_parallel", "cp", "sp")
 _CUTS = {
@@ -112,7 +113,7 @@ def slices_of(model: nn.Module, sizes: MeshSizes) -> dict[nn.Parameter, nn.Param
         return {}
     found: dict[nn.Parameter, nn.Parameter] = {}
     for part in model if isinstance(model, Chunks) else [model]:
-        plan = _plan_of(part, ranks)
+        plan = own_plan(part, ranks, "estimate", "estimate a Hugging Face model with a plan, or a mesh without tp")
         for name, parameter in part.named_parameters():
             style = plan.get(name) or plan.get(name.rpartition(".")[0])
             if style is None or style in _WHOLE:
@@ -136,19 +137,6 @@ def _cut(parameter: nn.Parameter, dimension: int, ranks: int) -> tuple[int, ...]
     shape = list(parameter.shape)
     shape[dimension] = -(-shape[dimension] // ranks)
     return tuple(shape)
-
-
-def _plan_of(model: Any, ranks: int) -> dict[str, str]:
-    resolve = getattr(model, "_resolve_parallel_plans", None)
-    plan = None
-    if resolve is not None:
-        plan, _, _ = resolve(importlib.import_module("transformers.distributed").DistributedConfig(tp_size=ranks))
-    if not plan:
-        raise ConfigError(
-            f"estimate: {type(model).__name__} has no plan of transformers for tensor parallelism, so its slices are not known; wanted a Hugging "
-            "Face model with a tp plan, or a mesh without tp"
-        )
-    return dict(plan)
 
 
 def between_ranks(

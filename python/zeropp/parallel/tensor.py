@@ -4,7 +4,6 @@ et al. 2019). The layers and their communication are torch's and transformers'; 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from zeropp.errors import ConfigError, what_it_is
+from zeropp.errors import ConfigError, shown, what_it_is
 from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import ref_of
 
@@ -74,18 +73,31 @@ def _apply_named(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None) ->
             f"parallel.tensor: {type(model).__name__} has no plan of its own; give plan={{'layers.*.up': ColwiseParallel(), ...}} "
             "with styles of torch.distributed.tensor.parallel"
         )
-    distributed = importlib.import_module("transformers.distributed")
     apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
-    if plan is None:
-        own: Any = model
-        with contextlib.suppress(ValueError):  # of a model without a plan
-            plan, _, _ = own._resolve_parallel_plans(distributed.DistributedConfig(tp_size=mesh.size()))
     if not plan:
-        raise ConfigError(
-            f"parallel.tensor: transformers has no tensor-parallel plan for {type(model).__name__}; give plan= with names of modules"
-        )
+        plan = own_plan(model, mesh.size(), "parallel.tensor", "give plan= with names of modules")
     with torch.no_grad():
         apply(model, mesh, plan)
+
+
+def own_plan(model: Any, ranks: int, caller: str, way_out: str) -> dict[str, str]:
+    """Return the styles of transformers by which a model of transformers is cut over so many ranks, by names of modules and parameters.
+
+    Raises:
+        zeropp.ConfigError: the model has no plan, or one that transformers refuses; it ends with ``way_out``.
+    """
+    named = type(model).__name__
+    if not getattr(model, "tp_plan", None):
+        raise ConfigError(f"{caller}: transformers has no tensor-parallel plan for {named}; {way_out}")
+    distributed = importlib.import_module("transformers.distributed")
+    try:
+        plan, _, _ = model._resolve_parallel_plans(distributed.DistributedConfig(tp_size=ranks))
+    except ValueError as error:
+        raise ConfigError(
+            f"{caller}: transformers refuses the tensor-parallel plan of {named}, {shown(model.tp_plan)}: {error}; correct "
+            f"base_model_tp_plan of its config, or {way_out}"
+        ) from error
+    return dict(plan)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
