@@ -121,6 +121,7 @@ void zpp_comm_destroy(zpp_comm *comm) {
     if (!forked) zpp_linked_remove(comm);
     zpp_net_destroy(comm, forked);
     zpp_door_close(comm);
+    zpp_block_forget(comm->kept);
     zpp_arena_clear(comm);
     zpp_message_clear(comm);
     for (int r = 0; r < comm->ranks; r++) {

@@ -264,7 +264,12 @@ struct zpp_call {
     /* all_to_all, may be NULL: read what the peers sent where it lies, pieces[r] from rank r, instead of having it
      * copied to `dsts`. It is called only where the pieces of all peers are mapped here; else `dsts` are filled. */
     void (*take)(void *ctx, const void *const *pieces);
-    void *take_ctx;
+    /* all_to_all, may be NULL: work that needs nothing from a peer, done once while the peers arrive, if at all. */
+    void (*meanwhile)(void *ctx);
+    void *take_ctx; /* of both */
+    /* all_to_all, with `take`, the same on all ranks: `srcs` stay as they are until a later collective of this group
+     * has ended here, so no rank waits at the end until the others have read them. */
+    bool stays;
     /* The quantised ones, of F32, BF16 or F16, otherwise as their exact forms (`dst` only, which may hold `src` at
      * this rank's place; op SUM or AVG). Blocks begin at each shard; a block with an element that is not finite, or of
      * 2^127 and more, comes out as NaN. */

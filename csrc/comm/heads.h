@@ -8,10 +8,13 @@
  *   whole   (batch, end[me] - begin[me], sum of lengths, width): this rank's heads of all tokens
  *
  * Each rank packs what its peers read into one block of its arena, one strided copy, and reads their blocks in place
- * into the result, one more copy. Its own part goes straight to the result. Bytes that a rank reads from its peers: to
- * heads (T - t) * own heads * width, to tokens t * (the others' heads) * width, times batch and element, each tensor.
- * Heads of key and value may belong to several ranks; on the way back their parts are added, in fp32 for 16-bit
- * elements, with one rounding.
+ * into the result, one more copy. Its own part goes straight to the result, while the peers arrive. No rank waits until
+ * the peers have read its block: the group keeps the block until its next exchange of heads has ended, by which time
+ * all of them are in that exchange.
+ *
+ * Bytes that a rank reads from its peers: to heads (T - t) * own heads * width, to tokens t * (the others' heads) *
+ * width, times batch and element, each tensor. Heads of key and value may belong to several ranks; on the way back
+ * their parts are added, in fp32 for 16-bit elements, with one rounding.
  */
 #ifndef ZPP_COMM_HEADS_H
 #define ZPP_COMM_HEADS_H

@@ -149,6 +149,7 @@ struct zpp_comm {
     pthread_mutex_t comm_error_lock; /* this rank's comm_error_text; innermost */
     pthread_mutex_t arena_lock;   /* list of arenas; message_lock may be taken inside */
     struct zpp_arena *arenas;
+    zpp_block *kept; /* of the last exchange of heads, which peers may still read (coll_heads.c); else NULL */
     pthread_mutex_t side_lock; /* lazy creation of `async` and `p2p` */
     struct zpp_async *async;
     struct zpp_p2p *p2p;
@@ -309,7 +310,9 @@ static inline const struct zpp_post *zpp_post_of(const struct zpp_comm *comm, in
 static inline const uint8_t *zpp_payload(const struct zpp_comm *comm, int rank, size_t bytes) {
     return bytes <= ZPP_INLINE_BYTES ? zpp_post_of(comm, rank)->bytes : zpp_control(comm, rank)->small[comm->seq % 2];
 }
-/* Publish this rank's post, wait for all posts, compare the signatures. */
+/* Publish this rank's post; wait for all posts and compare the signatures. zpp_exchange does both. */
+void zpp_post(struct zpp_comm *comm);
+zpp_status zpp_await_posts(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err);
 zpp_status zpp_exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err);
 /* Exchange with a payload of at most ZPP_SMALL_BYTES, which peers then read at zpp_payload(). */
 zpp_status zpp_exchange_small(struct zpp_wait_ctx *wait_ctx, const void *payload, size_t bytes, struct zpp_err *err);
@@ -389,6 +392,8 @@ bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struc
 zpp_status zpp_arena_at(struct zpp_wait_ctx *wait_ctx, int rank, const struct zpp_place *place, size_t bytes,
                         const uint8_t **data, struct zpp_err *err);
 void zpp_arena_clear(struct zpp_comm *comm);
+/* Give up a block before zpp_arena_clear. Its pages are not touched, because peers may still read them. */
+void zpp_block_forget(zpp_block *block);
 
 /* --- async.c, p2p.c: ended by zpp_comm_destroy ------------------------------------------------------------------- */
 zpp_status zpp_call_now(zpp_comm *comm, const struct zpp_call *call, const struct zpp_wait *wait,

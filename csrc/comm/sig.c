@@ -153,12 +153,16 @@ static zpp_status diverged(struct zpp_comm *comm, struct zpp_err *err) {
                          zpp_label(comm, 0), here, seq, zpp_label(comm, other), there, seq, comm->name);
 }
 
-zpp_status zpp_exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
-    struct zpp_comm *comm = wait_ctx->comm;
+void zpp_post(struct zpp_comm *comm) {
     struct zpp_post *mine = zpp_my_post(comm);
-    if (comm->ranks == 1) return ZPP_OK;
+    if (comm->ranks == 1) return;
     mine->sig = comm->now;
     zpp_counter_raise(&mine->counter, comm->seq);
+}
+
+zpp_status zpp_await_posts(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
+    if (comm->ranks == 1) return ZPP_OK;
     const struct zpp_wait_target wait_target =
         zpp_target_at(comm, offsetof(struct zpp_control, post) + (comm->seq % 2) * sizeof(struct zpp_post), comm->seq);
     const zpp_status status = zpp_await_all(wait_ctx, &wait_target, err);
@@ -166,6 +170,11 @@ zpp_status zpp_exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
     for (int r = 0; r < comm->ranks; r++)
         if (!same_sig(&zpp_post_of(comm, r)->sig, &comm->now)) return diverged(comm, err);
     return ZPP_OK;
+}
+
+zpp_status zpp_exchange(struct zpp_wait_ctx *wait_ctx, struct zpp_err *err) {
+    zpp_post(wait_ctx->comm);
+    return zpp_await_posts(wait_ctx, err);
 }
 
 zpp_status zpp_exchange_small(struct zpp_wait_ctx *wait_ctx, const void *payload, size_t bytes, struct zpp_err *err) {

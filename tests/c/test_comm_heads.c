@@ -5,7 +5,10 @@
  */
 #include "ranks.h"
 
+#include <time.h>
+
 #include "../../csrc/comm/heads.h"
+#include "../../csrc/comm/internal.h"
 
 enum { BATCH = 2, WIDTH = 3, QUERIES = 7, KEYS = 3 };
 
@@ -107,6 +110,74 @@ static void every_element_arrives_over_hosts(void) {
     run_ranks_timeout(3, "aab", 60 * TEST_SECOND_NS, there_and_back, &(struct run){400});
 }
 
+/* --- what peers still read ---------------------------------------------------------------------------------------- */
+
+enum { PIECE_BYTES = 64 * 1024 };
+
+struct reader {
+    _Atomic int *ended; /* ranks whose exchange ended */
+    zpp_block *block;
+    bool waits;
+};
+
+/* Read only after the peer's exchange has ended. */
+static void read_late(void *ctx, const void *const *pieces) {
+    const struct reader *reader = ctx;
+    const struct timespec moment = {0, 1000000};
+    for (int i = 0; reader->waits && i < 20000 && !atomic_load(reader->ended); i++) nanosleep(&moment, NULL);
+    CHECK(!reader->waits || atomic_load(reader->ended) == 1);
+    if (reader->waits) CHECK(((const uint8_t *)pieces[0])[PIECE_BYTES - 1] == 100);
+}
+
+static void send_and_go(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct reader reader = {me->arg, NULL, me->rank == 1};
+    CHECK_OK(zpp_comm_alloc(me->comm, PIECE_BYTES, &reader.block, &err));
+    memset(zpp_block_data(reader.block), 100 + me->rank, PIECE_BYTES);
+    const void *srcs[] = {zpp_block_data(reader.block), zpp_block_data(reader.block)};
+    void *dsts[] = {NULL, NULL};
+    size_t bytes[] = {PIECE_BYTES, PIECE_BYTES};
+    bytes[me->rank] = 0;
+    const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL, .dtype = ZPP_U8, .dsts = dsts, .srcs = srcs,
+                                  .dst_bytes = bytes, .src_bytes = bytes, .take = read_late, .take_ctx = &reader,
+                                  .stays = true};
+    CHECK_OK(zpp_comm_call(me->comm, &call, NULL, &err));
+    atomic_fetch_add(reader.ended, 1);
+    test_join(me);
+    zpp_block_free(reader.block);
+}
+
+static void a_rank_goes_on_while_peers_read(void) {
+    _Atomic int ended = 0;
+    run_ranks(2, send_and_go, &ended);
+}
+
+static bool overlap(const zpp_block *one, const zpp_block *other) {
+    const uint8_t *a = zpp_block_data(one), *b = zpp_block_data(other);
+    return a < b + zpp_block_bytes(other) && b < a + zpp_block_bytes(one);
+}
+
+static void exchange_again(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_heads_job job = {.dtype = ZPP_F32, .batch = BATCH, .tensors = 1, .lengths = {800, 800}};
+    zpp_block *next = NULL;
+    make_tensor(&job, me->rank, me->ranks, QUERIES, 1600, &job.tensor[0]);
+    for (int i = 0; i < 3; i++) {
+        const zpp_block *before = me->comm->kept;
+        CHECK_OK(zpp_heads_exchange(me->comm, &job, NULL, NULL, &err));
+        CHECK(me->comm->kept && me->comm->kept != before);
+        CHECK_OK(zpp_comm_alloc(me->comm, zpp_block_bytes(me->comm->kept), &next, &err));
+        CHECK(!overlap(next, me->comm->kept));
+        zpp_block_free(next);
+    }
+    free(job.tensor[0].cut.data);
+    free(job.tensor[0].whole.data);
+    test_join(me);
+}
+
+/* Memory that a peer may still read is handed out again after the next exchange only. */
+static void a_block_is_kept_until_the_next_exchange(void) { run_ranks(2, exchange_again, NULL); }
+
 /* --- failures ---------------------------------------------------------------------------------------------------- */
 
 static void differ(struct test_rank *me) {
@@ -141,6 +212,8 @@ static void bad_arguments_are_refused(void) { run_ranks(2, refuses, NULL); }
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {TEST(every_element_arrives), TEST(every_element_arrives_over_hosts),
+                                             TEST(a_rank_goes_on_while_peers_read),
+                                             TEST(a_block_is_kept_until_the_next_exchange),
                                              TEST(ranks_that_disagree_hear_it), TEST(bad_arguments_are_refused), {0}};
     return test_main(argc, argv, cases);
 }

@@ -250,6 +250,14 @@ void zpp_block_free(zpp_block *block) {
     free(block);
 }
 
+void zpp_block_forget(zpp_block *block) {
+    if (!block) return;
+    pthread_mutex_lock(&block->arena->lock);
+    block->arena->blocks--;
+    pthread_mutex_unlock(&block->arena->lock);
+    free(block);
+}
+
 /* --- tensors in arenas ------------------------------------------------------------------------------------------- */
 
 bool zpp_arena_find(struct zpp_comm *comm, const void *data, size_t bytes, struct zpp_place *place) {

@@ -6,7 +6,7 @@
  *
  *   small     no rank sends more than ZPP_SMALL_BYTES in all: payloads beside the signatures
  *   in place  every rank's pieces lie in an arena, one after the other: peers copy them from there; one copy a byte,
- *             one final phase
+ *             one final phase, unless the pieces stay where they are
  *   staged    rounds: my slot holds, for each peer, the next piece for it; as many rounds as the largest pair needs
  */
 #include <inttypes.h>
@@ -127,7 +127,7 @@ static zpp_status in_place(const struct job *job, uint64_t start_ns, struct zpp_
         const int r = (comm->rank + k) % comm->ranks;
         if (pieces[r]) zpp_copy(job->call->dsts[r], pieces[r], job->call->dst_bytes[r], zpp_own_nontemporal(comm));
     }
-    return zpp_step_last(job->wait_ctx, start_ns, err);
+    return job->call->stays ? ZPP_OK : zpp_step_last(job->wait_ctx, start_ns, err);
 }
 
 /* --- staged ------------------------------------------------------------------------------------------------------ */
@@ -193,7 +193,9 @@ zpp_status zpp_coll_all_to_all(struct zpp_wait_ctx *wait_ctx, const struct zpp_c
     zpp_my_post(comm)->place = place_of(comm, call);
     zpp_store_policy_post(comm, sum_without(counts_of(comm, me), comm->ranks, me) + call->src_bytes[me],
                           &zpp_my_post(comm)->place);
-    zpp_status status = zpp_exchange(wait_ctx, err);
+    zpp_post(comm);
+    if (call->meanwhile) call->meanwhile(call->take_ctx);
+    zpp_status status = zpp_await_posts(wait_ctx, err);
     if (status == ZPP_OK) status = check_counts(&job, err);
     if (status != ZPP_OK) return status;
     const uint64_t start_ns = zpp_now_ns();
