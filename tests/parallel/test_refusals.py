@@ -67,7 +67,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
 
 
 def until_killed(rank: int, ranks: int) -> dict[str, Any] | None:
-    """Train with sp 2 on four ranks, of which the last one dies in the second step."""
+    """Train with sp 2 on four ranks, of which rank 1 dies in the second step; it is the first one of its sequence."""
     import cut_models
     import torch.distributed as dist
     import zeropp
@@ -75,14 +75,14 @@ def until_killed(rank: int, ranks: int) -> dict[str, Any] | None:
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("zeropp")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
     model = cut_models.model("llama", 4, 2, "sdpa")
     handle = zeropp.parallel.ulysses(model, mesh["sp"])
     part = handle.shard(cut_models.batch("plain"))
     model(**part).loss.backward()
-    if rank == 3:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank != 2:
+    if rank != 3:
         return None
     begun = time.monotonic()
     try:
@@ -94,7 +94,8 @@ def until_killed(rank: int, ranks: int) -> dict[str, Any] | None:
 
 def test_a_killed_rank_is_named_by_its_rank_of_the_job() -> None:
     outcomes = run_ranks(4, until_killed, timeout=90, check=False)
-    found = outcomes[2].value
-    assert outcomes[3].code == -signal.SIGKILL and found["rank"] == 3, found
-    assert "ranks 2 and 3" in found["text"] and "is rank 3 of the job" in found["text"]
+    found = outcomes[3].value
+    assert outcomes[1].code == -signal.SIGKILL and found["rank"] == 1, found
+    assert found["text"].startswith("comm: rank 1 (process") and "ranks 1 and 3" in found["text"], found
+    assert "of the job" not in found["text"], found
     assert found["seconds"] < 5

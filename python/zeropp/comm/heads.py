@@ -128,13 +128,19 @@ def _exchange(
 
 
 @contextlib.contextmanager
-def named_in_job(group: Any) -> Iterator[None]:
-    """Have errors of the group's collectives name the rank of the job, too, where the group is a part of the job."""
+def named_in_job(cut: Cut) -> Iterator[None]:
+    """Have errors of the group's own communicator name the rank of the job, too, where the group is a part of the job; ``cut.core``
+    does so itself."""
     try:
         yield
     except CommError as error:
-        ranks = dist.get_process_group_ranks(group)
-        if error.rank is None or not 0 <= error.rank < len(ranks) or len(ranks) == dist.get_world_size():
+        ranks = dist.get_process_group_ranks(cut.group)
+        if (
+            cut.core is not None
+            or error.rank is None
+            or not 0 <= error.rank < len(ranks)
+            or len(ranks) == dist.get_world_size()
+        ):
             raise
         job_rank = ranks[error.rank]
         named = type(error)(f"{error} (rank {error.rank} of this group is rank {job_rank} of the job)", rank=job_rank)
@@ -147,7 +153,7 @@ def gather_tokens(cut: Cut, tensor: Tensor) -> Tensor:
     parts = [part.new_empty(part.shape[0], length, *part.shape[2:]) for length in cut.lengths]
     core = communicator(cut.group) if cut.core is None else cut.core
     mine = (part.data_ptr(), part.numel() * part.element_size())
-    with named_in_job(cut.group):
+    with named_in_job(cut):
         core.exchange(
             _C.COMM_COLLECTIVES["all_to_all"], BYTES, 0,
             [(one.data_ptr(), one.numel() * one.element_size()) for one in parts], [mine] * len(parts),
@@ -181,7 +187,7 @@ def _exchange_here(
         words += [mine.shape[1], source.shape[3] * source.element_size()]
         words += [first for first, _ in spans[at]] + [end for _, end in spans[at]]
     core = communicator(cut.group) if cut.core is None else cut.core
-    with named_in_job(cut.group):
+    with named_in_job(cut):
         core.heads(struct.pack(f"{len(words)}q", *words))
 
 
