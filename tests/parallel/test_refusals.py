@@ -39,6 +39,12 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         zeropp.ConfigError, match="layer 1 of LlamaForCausalLM is linear_attention, which carries a state"
     ):
         zeropp.parallel.ulysses(transformers.LlamaForCausalLM(config), group)
+    hybrid = cut_models.model("llama", 4, 2, "sdpa")
+    hybrid.model.layers[1].mixer = type("ToyMambaMixer", (torch.nn.Module,), {})()
+    with pytest.raises(
+        zeropp.ConfigError, match=r"model\.layers\.1\.mixer of LlamaForCausalLM is ToyMambaMixer, which carries a state"
+    ):
+        zeropp.parallel.ulysses(hybrid, group)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     model = cut_models.model("llama", 4, 2, "sdpa")
     with pytest.raises(zeropp.ConfigError, match=r'wanted one of them, as mesh\["sp"\]'):
