@@ -274,6 +274,8 @@ def _of_experts() -> Iterator[Row]:
         ("Config.step_in_backward", YES),
     ):
         yield Row(slices, MORE_THAN_ONE, option, values, "sliced experts live and are stepped in memory, between two passes", "use slices=1")
+    yield Row("Config.comm.tokens", other_than("exact"), "Config.experts", these(None),
+              "tokens travel between ranks with different experts only", "leave it at 'exact', or set Config.experts")
     yield Row("Config.experts", GIVEN, JOB, MORE_THAN_ONE,
               "tokens go to experts on all ranks of the job",
               "name the ranks that hold the same tokens, Experts(shared_by=mesh['tp']), or leave it at None", {"Experts.shared_by": these(None)})

@@ -257,6 +257,11 @@ class Comm:
     """Form of reduced gradients: "exact", or "int8"/"int4" (qgZ); sums are in fp32. Other than "exact" needs stage 2
     or 3."""
 
+    tokens: str = "exact"
+    """Form of the rows that `Config.experts` sends between hosts, forward and backward: "exact", or "int8" with one fp32 scale a row,
+    in which each element is off by at most 1/254 of the largest one of its row. Weights of experts and choices stay exact. Within a host
+    rows are read where they lie, and are exact."""
+
     block_elems: int = 256
     """Elements that share an fp32 scale; a multiple of 16, at most 4096. Smaller blocks are nearer to exact, and send
     more scales."""
@@ -269,6 +274,7 @@ class Comm:
     def __post_init__(self) -> None:
         one_of("Comm.params", self.params, WIRE_FORMATS)
         one_of("Comm.grads", self.grads, WIRE_FORMATS)
+        one_of("Comm.tokens", self.tokens, ("exact", "int8"))
         whole("Comm.block_elems", self.block_elems, 16, "elements a scale, a multiple of 16")
         if self.block_elems % 16 or self.block_elems > 4096:
             raise wrong("Comm.block_elems", self.block_elems, "a multiple of 16, at most 4096")

@@ -112,7 +112,7 @@ def divide(model: nn.Module, config: Config, ranks: JobRanks) -> Division:
     alike = 1 if sharers is None else sharers.ranks
     places = _places(ranks, sharers)
     counts = chosen.ranks_of(len(places), [(layer.name, layer.experts) for layer in layers], alike)
-    exchanges = {one: Exchange(_neighbours(places, one)) for one in sorted(set(counts))}
+    exchanges = {one: Exchange(_neighbours(places, one), config.comm.tokens) for one in sorted(set(counts))}
     parts = {}
     _check_cache(chosen.cache, config, ranks.data)
     apart = sharers is not None and len(places) != _count(ranks.data)

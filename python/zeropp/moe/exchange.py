@@ -47,19 +47,20 @@ class Exchange:
     Args:
         group: a torch.distributed group, or its ``_C.Comm``, whose rank r of R has the experts r E / R to
             (r + 1) E / R - 1. None: this rank has all experts, and nothing is exchanged.
+        tokens: the form of rows between hosts, as ``zeropp.Comm(tokens=)``.
 
     Making one is collective over the group. All ranks then run the same layers in the same order; where they do not,
     every rank gets an error that names both sides.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, tokens: str = "exact") -> None:
         self.comm: Any = _communicator_of(group) if isinstance(group, dist.ProcessGroup) else group
         self.core: Any = _C.Rows(self.comm)
         self.ranks: int = 1 if self.comm is None else self.comm.ranks
         self.here: int = self.core.ranks
         """Ranks on this host."""
         self.rank: int = 0 if self.comm is None else self.comm.rank
-        self.network = Network(self.comm, self.empty) if self.here < self.ranks else None
+        self.network = Network(self.comm, self.empty, tokens == "int8") if self.here < self.ranks else None
         self.number = next(_numbers)
         _exchanges[self.number] = self
 

@@ -10,7 +10,9 @@ moves are all there is, and each is the gradient of the other one:
     send   (T, W) -> (T + G, W)   own rows, and guests that came
     sum    (T + G, W) -> (T, W)   own rows, plus what came back from each other host
 
-The network carries, each way, a row for each pair of a token and another host that has some of its experts.
+The network carries, each way, a row for each pair of a token and another host that has some of its experts. With
+``Comm(tokens="int8")`` the rows are int8 with one fp32 scale s = max |x| / 127 a row (as ZeroQuant's tokens, Yao et al. 2022): s round(x / s)
+is off by at most s / 2. The weights stay as they are.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _ALL_TO_ALL = _C.COMM_COLLECTIVES["all_to_all"]
 _MAX = _C.COMM_OPS.index("max")
 _FORMAT = ("layer", "call", "width", "dtype", "k", "experts")
 _PIECE_BYTES, _MOST_PIECES = 2 << 20, 4
+_SCALE_BYTES = 4
+"""Of a row of int8."""
 _numbers = itertools.count(1)
 _networks: weakref.WeakValueDictionary[int, Network] = weakref.WeakValueDictionary()
 
@@ -56,10 +60,13 @@ class Network:
     Args:
         comm: ``_C.Comm`` over ranks of several hosts.
         empty: ``(rows, width, dtype) -> Tensor`` in memory that the ranks of this host read.
+        narrow: rows travel as int8.
     """
 
-    def __init__(self, comm: Any, empty: Callable[[int, int, torch.dtype], Tensor]) -> None:
-        self.comm, self.empty = comm, empty
+    def __init__(
+        self, comm: Any, empty: Callable[[int, int, torch.dtype], Tensor], narrow: bool = False
+    ) -> None:  # fmt: skip
+        self.comm, self.empty, self.narrow = comm, empty, narrow
         self.ranks: int = comm.ranks
         self.hosts: int = comm.hosts
         self.host_of = torch.tensor(comm.host_of, dtype=torch.int32)
@@ -141,6 +148,8 @@ class _Transit(NamedTuple):
     """A send: (T + G, W), where guests arrive behind the own rows. A sum: the same, whose guests leave."""
     came: Tensor | None
     """(P, W): a sum's rows from other hosts."""
+    codes: Tensor | None = None
+    """What comes in fewer bits in place of these rows, or of a send's guests."""
 
 
 def route(chosen: Tensor, hidden: Tensor, experts: int, network: Network, layer: int) -> Route:
@@ -212,6 +221,8 @@ def _run_begin(
     every, tokens, width = counts.tolist(), slots.shape[0], rows.shape[1]
     sends, receives, form = every[: net.ranks], every[net.ranks : 2 * net.ranks], every[2 * net.ranks :]
     tag = _tag(phase, form)
+    if net.narrow and phase not in (Phase.WEIGHTS, Phase.WEIGHTS_BACK):
+        return _begin_narrow(net, rows, pairs, tokens, (sends, receives), phase, tag, later)
     if phase in _SENDS:
         packed, out = (net.empty(count, width, rows.dtype) for count in (len(pairs), tokens + sum(receives)))
         torch.index_select(rows, 0, pairs, out=packed)
@@ -224,14 +235,53 @@ def _run_begin(
     return torch.tensor([net.put(transit)], dtype=torch.float64)
 
 
+def _begin_narrow(
+    net: Network, rows: Tensor, pairs: Tensor, tokens: int, counts: tuple[list[int], list[int]], phase: int, tag: int, later: bool
+) -> Tensor:  # fmt: skip
+    sends, receives = counts
+    width = rows.shape[1]
+    if phase in _SENDS:
+        codes = torch.empty(sum(receives), width + _SCALE_BYTES, dtype=torch.uint8)
+        own = net.empty(tokens + sum(receives), width, rows.dtype)
+        work = net.swap(_narrowed(rows.index_select(0, pairs)), codes, sends, receives, tag, later)
+        own[:tokens].copy_(rows)
+        transit = _Transit(work, own, None, codes)
+    else:
+        codes = torch.empty(len(pairs), width + _SCALE_BYTES, dtype=torch.uint8)
+        work = net.swap(_narrowed(rows[tokens:]), codes, receives, sends, tag, later)
+        transit = _Transit(work, rows.contiguous(), net.empty(len(pairs), width, rows.dtype), codes)
+    return torch.tensor([net.put(transit)], dtype=torch.float64)
+
+
+def _narrowed(rows: Tensor) -> Tensor:
+    """Return rows (N, W) as bytes (N, W + 4): int8 codes, and the scale. Rows that are not finite become NaN."""
+    if not len(rows):  # torch has no bytes of nothing
+        return torch.empty(0, rows.shape[1] + _SCALE_BYTES, dtype=torch.uint8)
+    values = rows.float()
+    scales = values.abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scales > 0, values / scales, 0.0).round_().to(torch.int8)
+    return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+
+def _widen(codes: Tensor, rows: Tensor) -> None:
+    """Write the values of :func:`_narrowed` to ``rows``."""
+    if not len(rows):
+        return
+    width = rows.shape[1]
+    scales = codes[:, width:].contiguous().view(torch.float32)
+    rows.copy_(codes[:, :width].view(torch.int8) * scales)
+
+
 def _run_end(
     ticket: Tensor, pairs: Tensor, slots: Tensor, counts: Tensor, width: int, dtype: torch.dtype, phase: int,
     later: bool, network: int,
 ) -> Tensor:  # fmt: skip
     net = _networks[network]
-    work, own, came = net.transits.pop(int(ticket))
+    work, own, came, codes = net.transits.pop(int(ticket))
     if work is not None:
         work.wait()
+    if codes is not None:
+        _widen(codes, own[slots.shape[0] :] if came is None else came)
     if came is None:
         return own
     tokens = slots.shape[0]
