@@ -151,6 +151,43 @@ def test_generate_and_training_between() -> None:
             assert not model(ids).logits.any()
 
 
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
+@pytest.mark.parametrize("kind", ["nvme", "int8"])
+def test_experts_of_several_ranks(kind: str) -> None:
+    """Each rank reads those of its own experts that the tokens of all ranks chose, and no others; logits are those of the plain model, or
+    of whole layers in as many bits."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with folder() as path:
+        plain, chosen = build(), []
+        for layer in plain.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda _, args, out: chosen.append(set(out[-1].flatten().tolist())))
+        batches = [batch(0, r, rows=1, length=2) for r in range(ranks)]
+        how: dict[str, Any] = {"offload": zeropp.Offload(params="nvme", path=path)}
+        if kind == "int8":
+            how = {"offload": zeropp.Offload(params="cpu"), "precision": zeropp.Precision(stored="int8")}
+        with torch.no_grad():
+            wanted = [plain(ids).logits for ids in batches][rank]
+            if kind == "int8":
+                whole, _ = zeropp.prepare(build(), None, zeropp.Config(experts=2, **how))
+                wanted = whole(batches[rank]).logits
+        experts = zeropp.Experts(parallel=2, cache="2MiB")
+        model, _ = zeropp.prepare(build(), None, zeropp.Config(experts=experts, **how))
+        with torch.no_grad():
+            for _ in range(2):
+                logits = model(batches[rank]).logits
+                torch.testing.assert_close(logits, wanted, rtol=BOUND, atol=BOUND)
+        mine = range(EXPERTS // 2 * (rank % 2), EXPERTS // 2 * (rank % 2 + 1))
+        together = range(rank // 2 * 2, rank // 2 * 2 + 2)  # the ranks of one exchange
+        read = sum(len({e for r in together for e in chosen[2 * r + at]} & set(mine)) for at in range(2))
+        if kind == "nvme":  # codes in other bits may choose otherwise
+            assert demand_of(model).reads == read, (demand_of(model).reads, read)
+        assert 0 < demand_of(model).reads <= 2 * len(mine)
+        how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        if kind == "nvme":
+            tokens = plain.generate(batches[rank], **how)
+            assert torch.equal(model.generate(batches[rank], **how, synced_gpus=True), tokens)
+
+
 @on_ranks(1)
 def test_a_disk_error_names_the_expert() -> None:
     with folder() as path:
@@ -159,7 +196,7 @@ def test_a_disk_error_names_the_expert() -> None:
             with Path(part).open("r+b") as file:
                 file.truncate(0)
         module = model.model.layers[1].mlp.experts
-        sentence = r"expert 5 of 'model.layers.1.mlp.experts': "
+        sentence = r"'model.layers.1.mlp.experts.gate_up_proj\[5\]': "
         with torch.no_grad(), pytest.raises(zeropp.TierError, match=sentence) as error:
             module(torch.ones(1, 64), torch.tensor([[5]]), torch.ones(1, 1))
         assert error.value.path is not None
@@ -173,10 +210,33 @@ def test_what_cannot_be() -> None:
             zeropp.ConfigError, match=r"Experts\.cache: 4096 bytes, and one expert of 'model.layers.0.mlp"
         ):
             prepared(path, 4096)
+        for more in (
+            {"offload": zeropp.Offload(params="nvme", path=path)},
+            {"offload": zeropp.Offload(params="cpu"), "precision": zeropp.Precision(stored="int8")},
+        ):
+            with pytest.raises(
+                zeropp.ConfigError, match=r"Experts\.slices: 2 .*: sliced experts live .*; use slices=1"
+            ):
+                zeropp.Config(experts=zeropp.Experts(slices=2, cache="1MiB"), **more)
         with pytest.raises(
             zeropp.ConfigError, match=r"Experts\.cache: 1073741824 bytes of experts on demand, of parame"
         ):
             zeropp.prepare(build(), None, zeropp.Config(experts=zeropp.Experts(cache="1GiB")))
+
+
+@on_ranks("2 hosts")
+def test_files_of_several_hosts_are_refused() -> None:
+    with (
+        folder() as path,
+        pytest.raises(zeropp.ConfigError, match=r"on 2 hosts, each of which has a part of every expert in"),
+    ):
+        zeropp.prepare(
+            build(),
+            None,
+            zeropp.Config(
+                experts=zeropp.Experts(parallel=2, cache="1MiB"), offload=zeropp.Offload(params="nvme", path=path)
+            ),
+        )
 
 
 @pytest.mark.parametrize(

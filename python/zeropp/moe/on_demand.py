@@ -41,8 +41,8 @@ class Expert:
 
     memory: Tensor
     values: dict[str, Tensor]
-    parts: list[Any] = field(default_factory=list)
-    """Reads that are under way."""
+    parts: list[tuple[str, Any]] = field(default_factory=list)
+    """Reads that are under way, each with the parameter in the module that it is of."""
 
 
 class Cache:
@@ -104,16 +104,17 @@ class Cache:
         self.held_bytes += layer.expert_bytes
         one = layer.memory(self._free.get(layer.expert_bytes, []))
         self._held[key] = one
-        with self._named(layer, expert):
-            layer.begin(expert, one)
+        for name in one.values:
+            with self._named(layer, expert, name):
+                layer.begin(expert, one, name)
         return True
 
     def _arrived(self, layer: DemandLayer, expert: int) -> Mapping[str, Tensor]:
         one = self._held[layer.number, expert]
-        with self._named(layer, expert):
-            while one.parts:
-                self.engine.core.end_part(one.parts[0])
-                one.parts.pop(0)
+        while one.parts:
+            with self._named(layer, expert, one.parts[0][0]):
+                self.engine.core.end_part(one.parts[0][1])
+            one.parts.pop(0)
         return one.values
 
     def _drop(self, key: Key) -> None:
@@ -124,12 +125,12 @@ class Cache:
         del self._free[one.memory.nbytes][SPARE:]
 
     @contextlib.contextmanager
-    def _named(self, layer: DemandLayer, expert: int) -> Iterator[None]:
+    def _named(self, layer: DemandLayer, expert: int, name: str) -> Iterator[None]:
         try:
             yield
         except TierError as error:
             self._drop((layer.number, expert))
-            error.args = (f"expert {layer.name_of(expert)}: {error.args[0]}", *error.args[1:])
+            error.args = (f"{layer.name_of(expert, name)}: {error.args[0]}", *error.args[1:])
             raise
 
 
@@ -171,8 +172,9 @@ class DemandLayer:
                 f"{BLOCK_ELEMS}, so that experts share blocks; leave Experts.cache or Precision.stored at None"
             )
 
-    def name_of(self, expert: int) -> str:
-        return f"{(self._first + expert) // self._slices} of '{self.name}'"
+    def name_of(self, expert: int, name: str) -> str:
+        """Return the name in messages of an expert's part of a parameter of the module."""
+        return f"'{self.name}.{name}[{(self._first + expert) // self._slices}]'"
 
     def memory(self, free: list[Tensor]) -> Expert:
         """Return memory for one expert, that of ``free`` where there is some."""
@@ -191,12 +193,12 @@ class DemandLayer:
         memory: Tensor = from_dlpack(capsule)
         return memory
 
-    def begin(self, expert: int, one: Expert) -> None:
-        """Begin to read an expert."""
-        for key, (unit, offset, shape, _, _) in self._places.items():
-            first, count = offset + expert * shape.numel(), shape.numel()
-            core = self.cache.engine.core
-            one.parts.append(core.begin_part(unit, first, count, one.values[key].data_ptr(), one.memory))
+    def begin(self, expert: int, one: Expert, name: str) -> None:
+        """Begin to read an expert's part of a parameter of the module."""
+        unit, offset, shape, _, _ = self._places[name]
+        first, count = offset + expert * shape.numel(), shape.numel()
+        part = self.cache.engine.core.begin_part(unit, first, count, one.values[name].data_ptr(), one.memory)
+        one.parts.append((name, part))
 
     def each(self, ends: Tensor) -> Iterator[tuple[Mapping[str, Tensor], slice]]:
         """Yield for each expert that has rows its values, and which rows these are. ``ends``: the row at which each expert's end."""
