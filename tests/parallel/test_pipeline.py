@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,9 +280,12 @@ def test_hooks_see_one_micro_batch(stage: int) -> None:
 @pytest.mark.parametrize("name", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
 @on_ranks(4, backend="zeropp")
 def test_reductions_run_in_waits(name: str) -> None:
-    """Sums of gradients run while this rank waits: for messages of other stages, or before the norm."""
+    """Sums of gradients run while this rank waits: for messages of other stages, or before the norm. Those of the last stage, whose
+    backwards end first, cost nothing while the first stage is busy."""
     run = Run(mesh_of(2, 2), name, stage=2)
     run.train(1)  # torch finds out shapes first
+    for stage in run.stages if run.stages[0].is_first else []:
+        stage.submod.register_full_backward_hook(lambda *_: time.sleep(0.05))
     with tempfile.TemporaryDirectory() as folder:
         with zeropp.trace(f"{folder}/trace.json") as trace:
             run.train(2)
@@ -294,7 +298,8 @@ def test_reductions_run_in_waits(name: str) -> None:
         end = one["ts"] + one["dur"]
         assert any(wait["ts"] <= one["ts"] and end <= wait["ts"] + wait["dur"] for wait in waits), one
     assert {"for a receive", "for reductions"} <= {one["name"] for one in spans}
-    assert 0.0 <= written["otherData"]["reductions_hidden"] <= 1.0
+    least = 0.9 if run.stages[-1].is_last else 0.0
+    assert least <= written["otherData"]["reductions_hidden"] <= 1.0
     assert [one for one in waits if one["name"] == "for the other ranks"]
 
 
