@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
 import zeropp
 from disk import full_disk, scratch
-from pipelines import Run, mesh_of
+from pipelines import CLIP, Run, mesh_of
 from ranks import of_all_ranks, on_ranks
 from tiny import sentence
+from zeropp.zero.engine import engine_of
 from zeropp.zero.offload import optim_file
 
 
@@ -19,3 +26,43 @@ def test_a_disk_that_fails_on_one_stage() -> None:
         told = of_all_ranks(sentence(lambda: Run(mesh_of(2, 1), "1F1B", stage=2, offload=offload), zeropp.TierError))
     assert 'states": 32768 bytes at offset 0' in told[1] and folder in told[1], told
     assert "rank 1: aio: cannot reserve" in told[0], told
+
+
+@on_ranks(4)
+def test_a_step_that_fails_on_one_stage() -> None:
+    """A file of rank 2, on the second stage, loses its end between two steps: all ranks raise its error in the same step, and none
+    steps or saves what is left. The checkpoint brings back values with which all stages train on as if nothing had happened."""
+    rank = dist.get_rank()
+    wanted, norms = Run(mesh_of(2, 2), "1F1B", stage=2).train(4)
+    with scratch() as folder:
+        run = Run(mesh_of(2, 2), "1F1B", stage=2, offload=zeropp.Offload(optimizer=zeropp.Tier("nvme", path=folder)))
+        assert run.train(2)[1] == norms[:2]
+        saved = Path(folder) / "checkpoint"
+        zeropp.save(saved, run.chunks, run.optimizer, step=2)
+        states: Path = engine_of(run.chunks).states.file.parts[0]
+        whole_bytes = states.stat().st_size
+        if rank == 2:
+            os.truncate(states, whole_bytes // 2)
+        run.forward_backward(2)
+        assert run.optimizer.clip_grad_norm_(CLIP) == norms[2]
+        told = of_all_ranks(sentence(run.optimizer.step, zeropp.TierError))
+        assert str(of_all_ranks(str(states))[2]) in told[2], told
+        assert {one.replace("rank 2: ", "", 1) for one in told} == {told[2]}, told
+        if rank == 2:
+            os.truncate(states, whole_bytes)
+        run.optimizer.zero_grad()
+        run.forward_backward(2)
+        save = functools.partial(zeropp.save, saved, run.chunks, run.optimizer, step=3)
+        for refused in (run.optimizer.step, save):
+            told = of_all_ranks(sentence(refused, zeropp.Error))
+            assert all("a step failed half-way" in one and "rank 2: " in one for one in told), told
+        run.optimizer.zero_grad()
+        assert zeropp.load(saved, run.chunks, run.optimizer)["step"] == 2
+        for step in (2, 3):
+            run.forward_backward(step)
+            assert run.optimizer.clip_grad_norm_(CLIP) == norms[step]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        found = zeropp.full_state_dict(run.chunks)
+        assert all(torch.equal(values, wanted[name]) for name, values in found.items())
+        del run, refused, save
