@@ -26,6 +26,7 @@ from zeropp.comm.collective import exchange
 from zeropp.comm.job import JobRanks, own_communicator
 from zeropp.config import Config, with_tiers
 from zeropp.errors import ConfigError
+from zeropp.moe.beside import shared_beside
 from zeropp.moe.exchange import Exchange
 from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers
 from zeropp.moe.on_demand import Cache, DemandCall, DemandLayer
@@ -91,6 +92,8 @@ class Division:
             layer.module.forward = forward = ExpertsForward(
                 layer, exchange, local, self.slices, self.chunks, self.sharers
             )
+            if exchange.network is not None:
+                forward.beside = shared_beside(layer.block)
             if cache is not None:
                 first = exchange.rank * layer.experts * self.slices // ranks
                 forward.demand = DemandLayer(cache, number, layer.name, local, first, self.slices)

@@ -224,7 +224,7 @@ def _sum(rows: Tensor, plan: RowPlan, weights: Tensor, weighted: bool) -> Tensor
 
 def through(
     exchange: Exchange, layer: int, compute: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor,
-    weights: Tensor, experts: int, chunks: int | str = "auto",
+    weights: Tensor, experts: int, chunks: int | str = "auto", beside: Callable[[], None] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum of what experts make of each token, (T, W): dispatch, experts and combine. Collective.
 
@@ -232,10 +232,11 @@ def through(
         compute: ``(rows (N, W), ends (E / R,)) -> (N, W)``: this rank's experts.
         chunks: over several hosts, in how many pieces tokens go. Pieces travel while ``compute`` runs on others before them. "auto":
             1 to 4, of at least 2 MiB of tokens each; the ranks agree on it by one more message.
+        beside: over several hosts, what to compute while the first piece is on its way. All ranks have it, or none.
     """
     network = exchange.network
     count = 1 if network is None else network.pieces(hidden, chunks)
-    if network is None or count == 1:
+    if network is None or (count == 1 and beside is None):
         rows, plan = dispatch(hidden, chosen, experts, exchange=exchange, layer=layer)
         return combine(compute(rows, plan.ends), plan, weights)
     sizes = [hidden.shape[0] * (at + 1) // count - hidden.shape[0] * at // count for at in range(count)]
@@ -247,12 +248,15 @@ def through(
         )
     ]  # fmt: skip
     pieces[0].leave()
+    if beside is not None:
+        beside()
     for piece, following in itertools.pairwise([*pieces, None]):
         assert piece is not None
         if following is not None:
             following.leave()
         piece.pass_through(compute)
-    return torch.cat([piece.returned() for piece in pieces])
+    returned = [piece.returned() for piece in pieces]
+    return returned[0] if count == 1 else torch.cat(returned)
 
 
 class _Piece:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.errors import ConfigError
+from zeropp.moe.beside import SharedExperts
 from zeropp.moe.exchange import Exchange, combine, dispatch, through
 from zeropp.moe.layer import Experts
 from zeropp.moe.on_demand import DemandLayer
@@ -44,6 +45,8 @@ class ExpertLayer:
     keys: tuple[str, ...]
     """Names, in the module, of the parameters whose first dimension is the experts."""
     experts: int
+    block: nn.Module
+    """What the module stands in."""
 
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
@@ -56,7 +59,8 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     for prefix, plan in _plans(model):
         for name, module in model.get_submodule(prefix).named_modules():
             if _style(plan, name) == DISPATCHES:
-                layers.append(_layer(plan, name, f"{prefix}.{name}" if prefix else name, module))
+                path = f"{prefix}.{name}" if prefix else name
+                layers.append(_layer(plan, name, path, module, model.get_submodule(path.rpartition(".")[0])))
     if layers:
         return layers
     raise ConfigError(
@@ -83,7 +87,7 @@ def _style(plan: Mapping[str, str], name: str) -> str | None:
     return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
-def _layer(plan: Mapping[str, str], name: str, path: str, module: nn.Module) -> ExpertLayer:
+def _layer(plan: Mapping[str, str], name: str, path: str, module: nn.Module, block: nn.Module) -> ExpertLayer:
     keys = tuple(key for key in module._parameters if _style(plan, f"{name}.{key}") == HOLDS)
     if not keys and hasattr(module, "base_layer"):
         raise ConfigError(
@@ -97,7 +101,7 @@ def _layer(plan: Mapping[str, str], name: str, path: str, module: nn.Module) -> 
             f"Config.experts: '{path}' has num_experts {experts}, and parameters with {sizes or 'no'} experts; wanted parameters whose first "
             f"dimension is the experts, named as '{HOLDS}' in the model's ep_plan"
         )
-    return ExpertLayer(path, module, keys, next(iter(sizes.values())))
+    return ExpertLayer(path, module, keys, next(iter(sizes.values())), block)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -127,6 +131,8 @@ class ExpertsForward:
         self.experts = layer.experts * slices
         self.exchange, self.layer = exchange, exchange.layer(layer.name)
         self.sharers = sharers
+        self.beside: SharedExperts | None = None
+        """What is computed while tokens are on their way to other hosts; None: nothing."""
         self.demand: DemandLayer | None = None
         """Where experts are read from without gradients; None: out of the parameters."""
 
@@ -150,6 +156,7 @@ class ExpertsForward:
                 weights,
                 self.experts,
                 self.chunks,
+                None if self.beside is None else self.beside.compute_ahead,
             )
             return y.to(hidden.dtype)
 
