@@ -125,6 +125,22 @@ def test_models_without_a_plan_are_refused() -> None:
         zeropp.prepare(transformers.Llama4ForCausalLM(config), None, zeropp.Config(experts=1))
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "reason"),
+    [
+        ("Mixtral", "has_post_expert_norm", "its experts end with a norm, which needs the sum of all slices; use slices=1"),
+        ("GptOss", "has_bias", "its experts have biases, which slices would add several times; use slices=1"),
+    ],
+)  # fmt: skip
+def test_experts_that_have_no_slices(name: str, flag: str, reason: str) -> None:
+    model = moe_models.build(name)
+    for layer in experts.expert_layers(model):
+        setattr(layer.module, flag, True)
+    sentence = rf"Experts.slices: 2 slices of the experts of 'model.layers.0.mlp.experts': {reason}"
+    with pytest.raises(zeropp.ConfigError, match=sentence):
+        zeropp.prepare(model, None, zeropp.Config(experts=zeropp.Experts(parallel=1, slices=2)))
+
+
 def test_adapters_on_expert_parameters_are_refused() -> None:
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules=[], target_parameters=["experts.gate_up_proj"], r=2)
