@@ -127,6 +127,15 @@ def test_four_ranks(layout: str) -> None:
     parity("Mixtral", LAYOUTS[layout], "zeropp", stage=3)
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
+def test_three_ranks(name: str) -> None:
+    """No number of experts here divides by three; thirds of experts do where their width does."""
+    if name == "Mixtral":
+        parity(name, zeropp.Experts(parallel=3, slices=3), stage=2)
+    parity(name, 1, stage=3)
+
+
 PYRAMIDS = {
     "2 and 4": {"*.layers.0.*": 2, "*": 4}, "1 and 4": {"*.layers.0.*": 1, "*.layers.1.*": "auto"},
     "in one unit": {"model.layers.0.mlp.experts": 4, "*": 2},
