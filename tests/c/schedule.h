@@ -11,7 +11,7 @@
 
 #include "store_table.h"
 
-enum { MAX_RANKS = 4, MAX_UNITS = 6, MAX_PARAMS = 4, STEPS = 3 };
+enum { MAX_RANKS = 4, MAX_UNITS = 6, MAX_PARAMS = 4, STEPS = 3, MAX_GROUPS = 3 };
 
 static uint64_t next_random(uint64_t *state) { /* splitmix64 */
     uint64_t z = (*state += UINT64_C(0x9e3779b97f4a7c15));
@@ -35,12 +35,24 @@ struct plan {
     int micro_steps[STEPS];
     bool passes;             /* the micro-steps of a step are graphs of one pass (zero/pass.c), */
     bool pass_each;          /* each of which is reduced */
-    int parts;               /* rank r holds part r % parts of the units in `spread`; 1: all ranks hold the same */
-    bool spread[MAX_UNITS];
+    int groups, parts[MAX_GROUPS]; /* rank r holds part r % parts of a group's units; of group 0 all ranks hold the same */
+    int group[MAX_UNITS];
     struct store_table store;
 };
 
-static int parts_of(const struct plan *plan, int unit) { return plan->spread[unit] ? plan->parts : 1; }
+static int parts_of(const struct plan *plan, int unit) { return plan->parts[plan->group[unit]]; }
+
+/* Half of the plans have a group of one rank a part, on four ranks also of two, or both of them. */
+static void draw_groups(struct plan *plan, uint64_t *random) {
+    plan->groups = plan->parts[0] = 1;
+    if (next_random(random) % 2 && plan->ranks > 1) {
+        const uint64_t which = plan->ranks == 4 ? next_random(random) % 4 : 0;
+        if (which != 1) plan->parts[plan->groups++] = plan->ranks;
+        if (which) plan->parts[plan->groups++] = 2;
+    }
+    for (int unit = 0; unit < plan->units; unit++)
+        plan->group[unit] = (int)(next_random(random) % (uint64_t)plan->groups);
+}
 
 static void draw_plan(struct plan *plan, uint64_t *random) {
     static const size_t prefetch[] = { 0, 4096, 1 << 20 }, buckets[] = { 0, 4096, 1 << 16 };
@@ -70,9 +82,7 @@ static void draw_plan(struct plan *plan, uint64_t *random) {
     plan->exact_steps = STEPS;
     if (plan->stage > 0 && !plan->backward_step && next_random(random) % 2)
         plan->exact_steps = (int)(next_random(random) % 2);
-    plan->parts = next_random(random) % 2 ? 1 : plan->ranks; /* groups of one rank, or */
-    if (plan->ranks == 4 && plan->parts == 4 && next_random(random) % 2) plan->parts = 2; /* ... of two */
-    for (int unit = 0; unit < plan->units; unit++) plan->spread[unit] = plan->parts > 1 && next_random(random) % 2;
+    draw_groups(plan, random);
     for (int i = 0; i < STEPS; i++) plan->micro_steps[i] = plan->stage == 0 ? 1 : 1 + (int)(next_random(random) % 2);
     plan->passes = !plan->backward_step && plan->grads_fraction <= 0.0 && next_random(random) % 2;
     plan->pass_each = plan->stage > 0 && next_random(random) % 3 == 0;

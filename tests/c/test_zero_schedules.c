@@ -4,9 +4,10 @@
  * and computation happens late and in any order that streams and events allow, and memory that was given back is
  * poisoned. Some units are frozen, and are unfrozen before a later step or never. Each computation checks every element
  * of the unit it uses; each reduced gradient is compared with the exact sum, and so is the norm. Steps are of all three
- * kinds: after the backward, inside it, and delayed. In half of the schedules some units are of groups: ranks hold
- * different ones, and those with the same partition them. In some the micro-steps of a step are graphs of one pass:
- * their forwards come in any order before them, and reductions are driven now and then and waited for before the norm.
+ * kinds: after the backward, inside it, and delayed. In half of the schedules some units are of groups, also of two:
+ * ranks hold different ones, and those with the same partition them. In some the micro-steps of a step are graphs of
+ * one pass: their forwards come in any order before them, and reductions are driven now and then and waited for before
+ * the norm.
  *
  * Run: test_zero_schedules [schedules] [first seed]. A failure prints the seed, which repeats it.
  */
@@ -277,6 +278,8 @@ static void run_pass(struct rank_state *state, int step, int micros) {
     if (next_random(&state->random) % 2) forward(state); /* an evaluation, before anything wants the gradients */
     must(zpp_zero_settle(state->zero, &patience, &err), &err, "settle");
     zpp_zero_reset_uses(state->zero);
+    /* Where this placement is used a stream that waits is the host, so what an evaluation gathered ahead has ended. */
+    must(zpp_zero_release_all(state->zero, &err), &err, "release all");
     free_scratch(state);
 }
 
@@ -559,16 +562,18 @@ static void open_gradients(struct rank_state *state) {
     must(zpp_unit_file_open(zpp_zero_grad_file(state->zero), &file, true, &fault, &err), &err, "the file of gradients");
 }
 
-/* Return the number of the group of the units that are spread. */
-static int add_group(struct rank_state *state) {
+static void add_groups(struct rank_state *state) {
     const struct plan *plan = state->plan;
     struct zpp_err err = ZPP_ERR_INIT;
-    int part_of[MAX_RANKS], index = 0;
-    if (plan->parts == 1) return 0;
-    for (int rank = 0; rank < plan->ranks; rank++) part_of[rank] = rank % plan->parts;
-    const struct zpp_group_spec spec = { .name = "experts", .part_of = part_of };
-    must(zpp_zero_add_group(state->zero, &spec, &index, &err), &err, "add group");
-    return index;
+    for (int group = 1; group < plan->groups; group++) {
+        int part_of[MAX_RANKS], index = 0;
+        char name[32];
+        for (int rank = 0; rank < plan->ranks; rank++) part_of[rank] = rank % plan->parts[group];
+        snprintf(name, sizeof name, "experts in %d parts", plan->parts[group]);
+        const struct zpp_group_spec spec = { .name = name, .part_of = part_of };
+        must(zpp_zero_add_group(state->zero, &spec, &index, &err), &err, "add group");
+        REQUIRE(index == group, "group %d has number %d", group, index);
+    }
 }
 
 static void build(struct rank_state *state) {
@@ -593,7 +598,7 @@ static void build(struct rank_state *state) {
         must(zpp_zero_set_grads_fraction(state->zero, plan->grads_fraction, &err), &err, "gradients in a file");
     if (plan->backward_step) zpp_zero_pool_grads(state->zero);
     if (plan->exact_steps < STEPS) zpp_zero_delay_steps(state->zero);
-    const int group = add_group(state);
+    add_groups(state);
     for (int unit = 0; unit < plan->units; unit++) {
         char name[32];
         int index = -1;
@@ -608,7 +613,7 @@ static void build(struct rank_state *state) {
                                             .place = plan->stage == 3 && plan->ranks > 1 ? split : ZPP_PLACE_WHOLE,
                                             .grad_dtype = ZPP_F32,
                                             .wire_dtype = plan->narrow ? ZPP_BF16 : ZPP_F32,
-                                            .group = plan->spread[unit] ? group : 0 };
+                                            .group = plan->group[unit] };
         must(zpp_zero_add_unit(state->zero, &spec, &index, &err), &err, "add unit");
     }
     must(zpp_zero_seal(state->zero, &err), &err, "seal");
