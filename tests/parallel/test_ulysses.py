@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 
 import pytest
@@ -48,6 +49,50 @@ def test_logits_equal_those_of_one_process(family: str, impl: str, kind: str, he
         dist.all_reduce(q.grad)
         assert float((p.grad - q.grad).abs().max()) <= 1e-6 * max(float(p.grad.abs().max()), 1.0)
     handle.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install -e .[bench]"
+)
+@on_ranks(2)
+def test_beside_deepspeeds() -> None:
+    """DeepSpeed 0.19's UlyssesSPAttentionHF drops the mask: it equals one process on plain sequences alone, and ours on all."""
+    import cut_models
+    import deepspeed.comm
+    import torch
+    import torch.distributed as dist
+    import zeropp.parallel
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tokens, half, plain = 30, 15, ALL_ATTENTION_FUNCTIONS["sdpa"]  # equal parts, which DeepSpeed needs
+    cut = slice(half * dist.get_rank(), half * (dist.get_rank() + 1))
+    deepspeed.comm.init_distributed(verbose=False)
+    UlyssesSPAttentionHF.register_with_transformers(
+        cut_models.model("mistral", 4, 2, "sdpa"), "sdpa", 2, micro_batch_size=2
+    )
+    theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    off = {}
+    try:
+        for kind in ("plain", "packed", "window", "padding"):
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+            whole, parts = (cut_models.model("mistral", 4, 2, "sdpa", window=kind == "window").eval() for _ in range(2))
+            batch = {name: value[:, :tokens] for name, value in cut_models.batch(kind).items() if name != "labels"}
+            batch.setdefault("position_ids", torch.arange(tokens)[None].expand(2, -1))
+            mine = {name: value[:, cut].contiguous() for name, value in batch.items()}
+            live = mine["attention_mask"].bool() if kind == "padding" else torch.ones(2, half, dtype=torch.bool)
+            with torch.no_grad():
+                want = whole(**batch).logits[:, cut][live]
+                handle = zeropp.parallel.ulysses(parts, dist.group.WORLD)
+                assert torch.equal(parts(**mine).logits[live], want)
+                handle.remove()
+                ALL_ATTENTION_FUNCTIONS["sdpa"] = theirs
+                off[kind] = float((parts(**mine).logits[live] - want).abs().max())
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+    most = {kind: max(one[kind] for one in of_all_ranks(off)) for kind in off}
+    assert most.pop("plain") < 1e-6 and min(most.values()) > 0.05, most
 
 
 @on_ranks(2)
