@@ -135,7 +135,10 @@ static zpp_status share(void *arg, zpp_stream *stream, const struct zpp_norm_pie
     if (status == ZPP_OK && shares) status = zpp_counters_signal(counters, stream, ZPP_COUNTER_MEASURED, n, err);
     if (status == ZPP_OK) status = agree(ahead, err);
     if (status == ZPP_OK && shares) status = zpp_counters_await(counters, stream, ZPP_COUNTER_MEASURED, n, err);
-    for (int rank = 0; rank < zpp_zero_ranks(zero) && shares; rank++) all[rank] = place_of(ahead, rank, n).sums;
+    if (!shares) return status;
+    for (int rank = 0; rank < zpp_zero_ranks(zero); rank++) all[rank] = place_of(ahead, rank, n).sums;
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
+                   pieces->groups * sizeof(double) * (size_t)(zpp_zero_ranks(zero) - 1));
     return status;
 }
 

@@ -6,6 +6,9 @@
  * with random progress, with one hardware queue. No host waits for a GPU between two steps.
  *
  * Each wait of the design is left out in turn (sim_leave_out), and then some schedule must give other bits.
+ *
+ * test_zero_device seeds 1000 [first seed]: so many schedules with random progress. A failure prints the seed of its
+ * batch.
  */
 #include <stdatomic.h>
 
@@ -384,13 +387,14 @@ static void note_streams(struct rank *rank) {
     test_join(rank->me);
 }
 
-static void set_schedule(struct rank *rank, uint64_t bits) {
+static void set_schedule(struct rank *rank, int number) {
     const struct run *run = rank->run;
+    const uint64_t bits = run->lazy_bits[number], seed = run->seed ? run->seed + (uint64_t)number : 0;
     uint64_t lazy = 0;
     test_join(rank->me);
     for (int i = 0; i < run->shape.ranks * STREAMS; i++)
         if (bits >> i & 1) lazy |= UINT64_C(1) << run->numbers[i];
-    if (rank->me->rank == 0) SIM(sim_set_schedule)(lazy, run->seed);
+    if (rank->me->rank == 0) SIM(sim_set_schedule)(lazy, seed);
     test_join(rank->me);
 }
 
@@ -401,7 +405,7 @@ static void run_rank(struct test_rank *me) {
     if (!run->shape.on_cpu) note_streams(&rank);
     for (int i = 0; i < run->schedules; i++) {
         fill(&rank);
-        if (!run->shape.on_cpu) set_schedule(&rank, run->lazy_bits[i]);
+        if (!run->shape.on_cpu) set_schedule(&rank, i);
         for (int step = 0; step < STEPS; step++) train_step(&rank, step);
         collect_result(&rank);
         compare(&rank);
@@ -470,6 +474,22 @@ static void has_the_bits_of_the_cpu_in_every_schedule(void) {
         CHECK_EQUAL(wrong_schedules(&shapes[i], bits, SCHEDULES, 0), 0);
         CHECK_EQUAL(wrong_schedules(&shapes[i], bits + 4, 2, i + 1), 0); /* with random progress */
     }
+}
+
+/* Schedules with random progress, from a seed on. Those of one batch share ranks and a shape. */
+static int run_seeds(uint64_t first, uint64_t count) {
+    uint64_t bits[SCHEDULES];
+    for (uint64_t seed = first; seed < first + count; seed += SCHEDULES) {
+        const struct shape *shape = &shapes[seed / SCHEDULES % SHAPES];
+        draw_schedules(bits, shape->ranks, seed);
+        const int wrong = wrong_schedules(shape, bits, SCHEDULES, seed);
+        if (wrong) {
+            fprintf(stderr, "from seed %llu: %d of %d schedules are wrong\n", (unsigned long long)seed, wrong, SCHEDULES);
+            return 1;
+        }
+    }
+    printf("%llu schedules from seed %llu\n", (unsigned long long)count, (unsigned long long)first);
+    return 0;
 }
 
 /* Signals go before the awaits that they answer, so one queue for all streams of a GPU ends, too. */
@@ -630,5 +650,7 @@ int main(int argc, char **argv) {
         TEST(is_wrong_without_one_of_its_waits),         TEST(a_rank_that_stops_ends_the_waits_for_it),
         TEST(one_rank_shards_nothing_on_its_device),     {0},
     };
+    if (argc > 1 && !strcmp(argv[1], "seeds"))
+        return run_seeds(argc > 3 ? strtoull(argv[3], NULL, 10) : 1, argc > 2 ? strtoull(argv[2], NULL, 10) : 1000);
     return test_main(argc, argv, cases);
 }

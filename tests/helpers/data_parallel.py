@@ -21,7 +21,9 @@ class Averaged(nn.Module):
         self.module, self._syncs, self._follows = module, True, True
         for parameter in module.parameters():
             _take_from_rank_0(parameter)
-            parameter.register_post_accumulate_grad_hook(self._average)
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._average)
+            parameter.requires_grad_(trained)  # torch refuses hooks of what is frozen, and it may be trained later
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run the module; its buffers are rank 0's, unless the forward before was one without a backward that averages."""
