@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks, shards_tier
+from ranks import on_cpu_only, on_ranks, shards_tier
 from tiny import sentence
 from torch import Tensor, nn
 
@@ -48,6 +48,7 @@ CLOSE = 1e-12
 class Block(nn.Module):
     def __init__(self, width: int = 10) -> None:
         super().__init__()
+        on_cpu_only("the simulated GPU has no complex tensors")
         self.line = nn.Linear(width, width, dtype=torch.float64)
         self.turn = nn.Parameter(torch.randn(width, dtype=torch.complex128))
 
@@ -74,6 +75,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        on_cpu_only("the simulated GPU has no complex tensors")
         self.coarse = nn.Linear(10, 10)
         self.low = nn.Linear(10, 10, dtype=torch.bfloat16).requires_grad_(False)
         self.fine = nn.Linear(10, 10, dtype=torch.float64)
@@ -209,6 +211,7 @@ def test_mixed(stage: str) -> None:
 
 @on_ranks(1, 2)
 def test_clips_values() -> None:
+    on_cpu_only("a norm in float64 on a GPU is not supported yet")
     for stage in ("stage 2", "gathering"):
         torch.manual_seed(0)
         plain = nn.Linear(7, 3, dtype=torch.float64)
@@ -306,6 +309,7 @@ def test_counted() -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
+    on_cpu_only("what does not work on a GPU yet is refused first")
     def told(make: Any = OPTIMIZERS["AdamW"], **config: Any) -> str:
         model = nn.Linear(4, 4, dtype=torch.float64)
         return sentence(

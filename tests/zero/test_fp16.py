@@ -21,6 +21,7 @@ import zeropp
 from parity import U
 from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
+from tiny import refused_step
 from training import STAGES, batch, gpt, master_values
 
 LR = 3e-3
@@ -154,8 +155,7 @@ def test_a_scale_that_cannot_go_down() -> None:
     model, optimizer = _tiny(loss_scale=64.0)
     optimizer.backward((model(torch.ones(2, 4)).float() * 1e6).sum())
     wanted = "are not finite at loss scale 64, which is fixed; weights and optimizer state are"
-    with pytest.raises(zeropp.Error, match=wanted):
-        optimizer.step()
+    assert wanted in refused_step(optimizer)
     assert optimizer.loss_scale == 64.0
 
 
