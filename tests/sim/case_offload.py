@@ -44,6 +44,8 @@ class Case:
     prefetch: int | str = "auto"
     units: str | tuple[str, ...] = ("Block",)
     evaluates: bool = False  # once more before each step
+    in_file: bool = False  # parameters
+    reloads: bool = False  # the parameters, after each step
     two_streams: bool = False  # every other batch on a stream of its own
     build: Callable[[], torch.nn.Module] = lambda: blocks()
 
@@ -94,6 +96,10 @@ CASES = {
     "clip": Case(clip=0.05),
     "evaluates": Case(evaluates=True),
     "two streams": Case(two_streams=True, accumulate=2),
+    "in a file": Case(in_file=True),
+    "in a file, evaluates": Case(in_file=True, evaluates=True),
+    "in a file, reloads": Case(in_file=True, reloads=True),
+    "reloads": Case(reloads=True),
     "tied and frozen": Case(build=Tied),
     "checkpointed": Case(build=Checkpointed),
 }
@@ -185,6 +191,8 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
     offload = Offload(params="cpu", optimizer="cpu") if case.stage == 3 else Offload(optimizer="cpu")
     if case.on_device:
         offload = Offload()
+    if case.in_file:
+        offload = Offload(params=zeropp.Tier("nvme", path=sys.argv[3]), optimizer="cpu")
     config = zeropp.Config(
         stage=case.stage, offload=offload, precision=case.precision, accumulate=case.accumulate, prefetch=case.prefetch,
         units=case.units,
@@ -208,6 +216,9 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
                 optimizer.clip_grad_norm_(case.clip)
             optimizer.step()
             optimizer.zero_grad()
+            if case.reloads:
+                evaluated(model, x, case)
+                zeropp.load_full_state_dict(model, zeropp.full_state_dict(model))
         after = sim.counts()
         counts.append({name: after[name] - before[name] for name in after})
     torch.accelerator.current_stream().wait_stream(side)

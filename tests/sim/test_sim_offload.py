@@ -64,7 +64,7 @@ def test_one_hardware_queue(tmp_path: Path) -> None:
 
 CASES = (
     "little prefetch", "accumulate", "tied and frozen", "small units whole", "no prefetch", "stage 2", "stage 1", "bf16", "clip",
-    "evaluates", "checkpointed", "two streams",
+    "evaluates", "checkpointed", "two streams", "reloads", "in a file", "in a file, evaluates", "in a file, reloads",
 )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ class OptimFile(FileStore, StateStore):
         return values
 
     def _write(self, unit: Unit, kind: str, first: int, values: torch.Tensor) -> None:
-        values = values.detach().reshape(-1).to(torch.float32).contiguous()
+        values = values.detach().reshape(-1).to("cpu", torch.float32).contiguous()
         if not values.numel():
             return
         try:

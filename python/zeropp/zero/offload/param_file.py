@@ -118,7 +118,7 @@ class ParamFile(FileStore, ParamStore):
         return values
 
     def write(self, unit: Unit, first: int, values: torch.Tensor) -> None:
-        values = values.detach().reshape(-1).to(unit.dtype).contiguous()
+        values = values.detach().reshape(-1).to("cpu", unit.dtype).contiguous()
         if not values.numel():
             return
         try:
