@@ -484,7 +484,7 @@ static int run_seeds(uint64_t first, uint64_t count) {
         draw_schedules(bits, shape->ranks, seed);
         const int wrong = wrong_schedules(shape, bits, SCHEDULES, seed);
         if (wrong) {
-            fprintf(stderr, "from seed %llu: %d of %d schedules are wrong\n", (unsigned long long)seed, wrong, SCHEDULES);
+            fprintf(stderr, "seed %llu: wrong in %d of %d\n", (unsigned long long)seed, wrong, SCHEDULES);
             return 1;
         }
     }

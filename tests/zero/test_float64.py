@@ -310,6 +310,7 @@ def test_counted() -> None:
 @on_ranks(2)
 def test_refusals() -> None:
     on_cpu_only("what does not work on a GPU yet is refused first")
+
     def told(make: Any = OPTIMIZERS["AdamW"], **config: Any) -> str:
         model = nn.Linear(4, 4, dtype=torch.float64)
         return sentence(

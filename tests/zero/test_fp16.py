@@ -20,8 +20,8 @@ import torch.distributed as dist
 import zeropp
 from parity import U
 from ranks import of_all_ranks, on_ranks
-from torch import Tensor, nn
 from tiny import refused_step
+from torch import Tensor, nn
 from training import STAGES, batch, gpt, master_values
 
 LR = 3e-3

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks, shards_tier
+from ranks import on_cpu_only, on_ranks, shards_tier
 from torch import Tensor, nn
 
 WIDTH, LAYERS = 1024, 16
@@ -164,6 +164,7 @@ def close(told: float, kernel: float) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_agrees(case: str) -> None:
     """The estimate with the most that the kernel saw in a step, zeropp.memory with the kernel's figure at each moment."""
+    on_cpu_only("the kernel counts the simulator's own memory, too")
     found = measured(case)
     said, most = sum(found["said"].values()), found["most"]
     assert close(said, most), (said, most, found)
@@ -175,6 +176,7 @@ def test_the_kernel_agrees(case: str) -> None:
 @on_ranks(2, cold=True, launch_s=300.0)
 @pytest.mark.parametrize("case", CASES)
 def test_buffers_are_planned(case: str) -> None:
+    on_cpu_only("the kernel counts the simulator's own memory, too")
     found = measured(case)
     if "tier_buffers" not in found["kinds"]:
         assert "tier_buffers" not in found["said"]
