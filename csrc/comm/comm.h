@@ -190,6 +190,9 @@ zpp_status zpp_desc_ring_wait_acked(zpp_desc_ring *ring, uint64_t seq, const str
 void zpp_desc_ring_set_describe(zpp_desc_ring *ring,
                                 void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t capacity),
                                 void *ctx);
+/* From now on a time-out or an interruption of a wait is a comm error of the group, as in a collective: for rings whose
+ * descriptors cannot be told apart any more after one was left out. */
+void zpp_desc_ring_set_fatal(zpp_desc_ring *ring);
 
 /* --- collectives on the caller's memory (staged through regions; in place where the memory lies in a region) ----- */
 typedef enum zpp_reduce_op {

@@ -144,10 +144,13 @@ static zpp_status late(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_targ
         return zpp_fail_rank(err, ZPP_TIMEOUT, zpp_label(comm, first),
                              "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms",
                              who, absent, comm->name, doing, waited_s, waited_ms);
-    return zpp_comm_fail(comm, ZPP_TIMEOUT, first, err,
-                         "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms; if "
-                         "that is no fault, allow a longer timeout",
-                         who, absent, comm->name, doing, waited_s, waited_ms);
+    const zpp_status status =
+        zpp_comm_fail(comm, ZPP_TIMEOUT, first, err,
+                      "comm: %s %s of group \"%s\" did not come to %s within %.3g s. Timed out waiting %.0fms; if "
+                      "that is no fault, allow a longer timeout",
+                      who, absent, comm->name, doing, waited_s, waited_ms);
+    zpp_linked_spread(comm);
+    return status;
 }
 
 static void log_absent(struct zpp_wait_ctx *wait_ctx, const struct zpp_wait_target *wait_target, int rank,

@@ -258,6 +258,7 @@ zpp_status zpp_rows_create(zpp_comm *comm, zpp_rows **out, struct zpp_err *err) 
         rows->ranks = (size_t)comm->ranks;
         rows->rank = (size_t)comm->rank;
         zpp_desc_ring_set_describe(rows->ring, describe, rows);
+        zpp_desc_ring_set_fatal(rows->ring); /* ranks of other exchanges hear of the late one by the groups' link */
     }
     *out = rows;
     return ZPP_OK;

@@ -28,6 +28,7 @@ struct zpp_desc_ring {
     uint64_t acked;
     void (*describe)(void *ctx, const struct zpp_desc *, char *text, size_t capacity);
     void *describe_ctx;
+    bool fatal; /* a wait that fails ends the group */
     char name[64];
 };
 
@@ -61,8 +62,9 @@ static void describe_purpose(const void *ctx, char *text, size_t capacity) {
 }
 
 static struct zpp_wait_ctx wait_ctx_for(const struct purpose *purpose, const struct zpp_wait *wait) {
+    const struct zpp_desc_ring *ring = purpose->ring;
     const struct zpp_wait_ctx wait_ctx = {
-        .comm = purpose->ring->comm, .wait = wait, .describe = describe_purpose, .ctx = purpose};
+        .comm = ring->comm, .wait = wait, .fatal = ring->fatal, .describe = describe_purpose, .ctx = purpose};
     return wait_ctx;
 }
 
@@ -99,6 +101,8 @@ void zpp_desc_ring_set_describe(zpp_desc_ring *ring,
     ring->describe = describe;
     ring->describe_ctx = ctx;
 }
+
+void zpp_desc_ring_set_fatal(zpp_desc_ring *ring) { ring->fatal = true; }
 
 static struct ring_memory *memory_of(const struct zpp_desc_ring *ring, int rank) { return ring->base[rank]; }
 
