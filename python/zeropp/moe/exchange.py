@@ -318,7 +318,7 @@ def _check_rows(name: str, label: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
         raise NotBuiltError(
             f"{name}: {label} is on {tensor.device}; rows are exchanged in host memory only, so move the layer to the "
-            "cpu, or use zeropp.ops.moe_dispatch on one GPU"
+            "cpu, use zeropp.ops.moe_dispatch on one GPU, or under transformers ep_implementation='auto'"
         )
     if tensor.dim() != 2 or tensor.shape[1] == 0 or tensor.dtype not in checks.FLOATS:
         raise ValueError(

@@ -29,7 +29,7 @@ from zeropp.zero.build import fill, make_engine
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
 from zeropp.zero.model import buffers, dtensor, meta, tied
-from zeropp.zero.model.accelerator import check_accelerator, check_parameter_device, device_of
+from zeropp.zero.model.accelerator import check_accelerator, check_experts, check_parameter_device, device_of
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model.init import is_sharded
@@ -121,6 +121,7 @@ def prepare_over(
     mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
     division = _divide(model, config, ranks)
     if division is not None:
+        check_experts(device, bool(division.parts))
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
     plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))

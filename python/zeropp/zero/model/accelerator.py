@@ -84,6 +84,16 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
             _refuse(device, f"{option} is", "leave it out, or train on the CPU with Config(device='cpu')")
 
 
+def check_experts(device: torch.device, are_divided: bool) -> None:
+    """Raise zeropp.ConfigError for experts of which ranks on GPUs would have different ones."""
+    if device.type != "cpu" and are_divided:
+        _refuse(
+            device, "experts on different ranks, in slices or on demand (Config.experts) are",
+            "leave Config.experts at None, which partitions experts among all ranks as any parameter, or train on the CPU with "
+            "Config(device='cpu')",
+        )  # fmt: skip
+
+
 def _check_gradients(config: Config, device: torch.device) -> None:
     if tier_of(config, "grads").kind == "nvme":
         whole = "" if config.stage < 3 else "params='cpu', "
