@@ -90,6 +90,7 @@ WAITS = {
     "the shard waits for the values at set-up": (HOST, COMPUTE, "stage 3", "1"),
     "copies after a step wait for computation": (GATHER, COMPUTE, "stage 2, evaluates", "1"),
     "computation waits for copies after a step": (COMPUTE, GATHER, "stage 2", "2"),
+    "a staging waits for the copy from it": (HOST, GATHER, "in a file", "1"),
 }
 
 

@@ -45,7 +45,7 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/step_device.c", "zpp_step_device_look"): ("an_outcome_is_waited_for",),
     ("csrc/zero/step_device.c", "zpp_step_device_destroy"): (AT_END,),
     ("csrc/zero/placement/nvme_up.c", "settle"): (NOT_YET,),
-    ("csrc/zero/placement/nvme_up.c", "stage"): (NOT_YET,),
+    ("csrc/zero/placement/nvme_up.c", "stage"): ("a staging waits for the copy from it",),
     ("csrc/zero/placement/nvme_up.c", "wait_gather"): (NOT_YET, NOT_YET),
     ("csrc/zero/placement/nvme_up.c", "keep_shard"): (NOT_YET, NOT_YET),
     ("csrc/zero/counters.c", "zpp_counters_await"): ("sums wait for written",),  # and all others that await a counter
