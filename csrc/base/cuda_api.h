@@ -39,6 +39,17 @@ typedef struct CUmemAccessDesc {
     CUmemLocation location;
     int flags;
 } CUmemAccessDesc;
+/* One operation of a batch. The driver's own type is a union, of which waits and writes are the members in use. */
+typedef union CUstreamBatchMemOpParams_union {
+    struct {
+        int operation;
+        CUdeviceptr address;
+        cuuint64_t value64;
+        unsigned int flags;
+        CUdeviceptr alias;
+    } waitValue;
+    cuuint64_t pad[6];
+} CUstreamBatchMemOpParams;
 
 enum {
     ZPP_CU_SUCCESS = 0,
@@ -53,6 +64,7 @@ enum {
     ZPP_CU_STREAM_NON_BLOCKING = 1,
     ZPP_CU_STREAM_WAIT_VALUE_GEQ = 0,
     ZPP_CU_STREAM_WRITE_VALUE_DEFAULT = 0,
+    ZPP_CU_STREAM_MEM_OP_WAIT_VALUE_64 = 4,
     ZPP_CU_EVENT_DISABLE_TIMING = 2,
     ZPP_CU_HOST_ALLOC_PORTABLE = 1,
     ZPP_CU_HOST_REGISTER_PORTABLE = 1,

@@ -78,6 +78,15 @@ zpp_status zpp_stream_await(zpp_stream *stream, const uint64_t *counter, uint64_
     return stream->device->fill->await(stream, counter, value, wait, err);
 }
 
+zpp_status zpp_stream_await_all(zpp_stream *stream, const uint64_t *const *counters, size_t count, uint64_t value,
+                                const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_device_fill *fill = stream->device->fill;
+    if (fill->await_all) return fill->await_all(stream, counters, count, value, err);
+    zpp_status status = ZPP_OK;
+    for (size_t i = 0; i < count && status == ZPP_OK; i++) status = fill->await(stream, counters[i], value, wait, err);
+    return status;
+}
+
 zpp_status zpp_stream_poll(zpp_stream *stream, struct zpp_err *err) { return stream->device->fill->poll(stream, err); }
 
 zpp_status zpp_event_create(zpp_device *device, zpp_event **out, struct zpp_err *err) {

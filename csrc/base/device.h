@@ -106,6 +106,9 @@ zpp_status zpp_stream_signal(zpp_stream *stream, uint64_t *counter, uint64_t val
  * of cpu only, as in zpp_stream_wait. */
 zpp_status zpp_stream_await(zpp_stream *stream, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
                             struct zpp_err *err);
+/* The same for `count` counters, in any order. On cuda it is one call of the driver, unless the stream has a queue. */
+zpp_status zpp_stream_await_all(zpp_stream *stream, const uint64_t *const *counters, size_t count, uint64_t value,
+                                const struct zpp_wait *wait, struct zpp_err *err);
 /* Run what can run without waiting (QUEUE streams; a no-op elsewhere). Return OK if nothing is left, else AGAIN. */
 zpp_status zpp_stream_poll(zpp_stream *stream, struct zpp_err *err);
 

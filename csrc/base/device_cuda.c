@@ -182,6 +182,7 @@ static const struct zpp_device_fill cuda_fill = {
     .fill = zpp_cuda_fill,
     .signal = zpp_cuda_signal,
     .await = zpp_cuda_await,
+    .await_all = zpp_cuda_await_all,
     .poll = zpp_cuda_poll,
     .event_create = zpp_cuda_event_create,
     .event_destroy = zpp_cuda_event_destroy,

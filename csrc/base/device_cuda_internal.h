@@ -95,6 +95,8 @@ zpp_status zpp_cuda_op(zpp_stream *stream, zpp_op_fn fn, const void *arg, size_t
 zpp_status zpp_cuda_copy(zpp_stream *stream, void *dst, const void *src, size_t bytes, struct zpp_err *err);
 zpp_status zpp_cuda_fill(zpp_stream *stream, void *dst, unsigned char byte, size_t bytes, struct zpp_err *err);
 zpp_status zpp_cuda_signal(zpp_stream *stream, uint64_t *counter, uint64_t value, struct zpp_err *err);
+zpp_status zpp_cuda_await_all(zpp_stream *stream, const uint64_t *const *counters, size_t count, uint64_t value,
+                              struct zpp_err *err);
 zpp_status zpp_cuda_await(zpp_stream *stream, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
                           struct zpp_err *err);
 zpp_status zpp_cuda_poll(zpp_stream *stream, struct zpp_err *err);

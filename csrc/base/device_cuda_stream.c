@@ -130,6 +130,47 @@ zpp_status zpp_cuda_await(zpp_stream *base, const uint64_t *counter, uint64_t va
     return enqueue_call(&(struct driver_arg){stream, AWAIT, address_of(counter), 0, 0, value}, err);
 }
 
+/* The driver takes fewer than 256 operations in a batch. */
+enum { BATCH = 64 };
+struct batch_arg {
+    struct zpp_cuda_stream *stream;
+    CUstreamBatchMemOpParams *operations;
+    unsigned int count;
+};
+
+static zpp_status batch_op(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)native, (void)wait;
+    const struct batch_arg *batch = arg;
+    const struct zpp_cuda_device *cuda = zpp_cuda_of(batch->stream->base.device);
+    bool pushed;
+    const zpp_status status = zpp_cuda_enter(cuda, &pushed, err);
+    if (status) return status;
+    const CUresult result = cuda->api->cuStreamBatchMemOp(batch->stream->native, batch->count, batch->operations, 0);
+    zpp_cuda_leave(cuda, pushed);
+    return zpp_cuda_stream_result(batch->stream, result, "wait for counters", err);
+}
+
+/* A queue keeps its operations, and has no place for so many counters: there they are operations of their own. */
+zpp_status zpp_cuda_await_all(zpp_stream *base, const uint64_t *const *counters, size_t count, uint64_t value,
+                              struct zpp_err *err) {
+    struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
+    CUstreamBatchMemOpParams operations[BATCH] = {0};
+    zpp_status status = ZPP_OK;
+    for (size_t done = 0, taken; done < count && status == ZPP_OK; done += taken) {
+        taken = stream->queue || count - done < 2 ? 1 : count - done < BATCH ? count - done : BATCH;
+        for (size_t i = 0; i < taken; i++) {
+            operations[i].waitValue.operation = ZPP_CU_STREAM_MEM_OP_WAIT_VALUE_64;
+            operations[i].waitValue.address = address_of(counters[done + i]);
+            operations[i].waitValue.value64 = value;
+            operations[i].waitValue.flags = ZPP_CU_STREAM_WAIT_VALUE_GEQ;
+        }
+        const struct batch_arg batch = {stream, operations, (unsigned int)taken};
+        status = taken == 1 ? zpp_cuda_await(base, counters[done], value, NULL, err)
+                            : zpp_cuda_enqueue(stream, batch_op, &batch, sizeof batch, err);
+    }
+    return status;
+}
+
 zpp_status zpp_cuda_poll(zpp_stream *base, struct zpp_err *err) {
     struct zpp_cuda_stream *stream = (struct zpp_cuda_stream *)base;
     const struct zpp_cuda_device *cuda = zpp_cuda_of(base->device);

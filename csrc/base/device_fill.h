@@ -43,6 +43,9 @@ struct zpp_device_fill {
     zpp_status (*signal)(zpp_stream *stream, uint64_t *counter, uint64_t value, struct zpp_err *err);
     zpp_status (*await)(zpp_stream *stream, const uint64_t *counter, uint64_t value, const struct zpp_wait *wait,
                         struct zpp_err *err);
+    /* NULL: awaits one by one. */
+    zpp_status (*await_all)(zpp_stream *stream, const uint64_t *const *counters, size_t count, uint64_t value,
+                            struct zpp_err *err);
     zpp_status (*poll)(zpp_stream *stream, struct zpp_err *err);
 
     zpp_status (*event_create)(zpp_device *device, zpp_event **out, struct zpp_err *err);

@@ -166,9 +166,9 @@ zpp_status zpp_counters_signal(zpp_counters *counters, zpp_stream *stream, enum 
 
 zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
                               struct zpp_err *err) {
-    zpp_status status = ZPP_OK;
-    for (int rank = 0; rank < counters->ranks && status == ZPP_OK; rank++)
-        status = zpp_stream_await(stream, &part_of(counters, rank)->words[word].value, value, NULL, err);
+    const uint64_t *words[ZPP_RANKS_MAX];
+    for (int rank = 0; rank < counters->ranks; rank++) words[rank] = &part_of(counters, rank)->words[word].value;
+    const zpp_status status = zpp_stream_await_all(stream, words, (size_t)counters->ranks, value, NULL, err);
     uint64_t seen = atomic_load(&counters->awaited[word]);
     while (seen < value && !atomic_compare_exchange_weak(&counters->awaited[word], &seen, value)) {
     }

@@ -56,7 +56,7 @@ def test_declarations_agree_with_the_header() -> None:
     include = cuda_include()
     if include is None:
         pytest.skip("no CUDA toolkit: no cuda.h to compare with")
-    values = numbers("base/cuda_api.h", "ZPP_CU_", 26)
+    values = numbers("base/cuda_api.h", "ZPP_CU_", 27)
     done = compile_check("cuda_api_agrees.c", [include], values)
     assert done.returncode == 0, done.stderr
     wrong = compile_check("cuda_api_agrees.c", [include], values | {"ZPP_CU_NOT_READY": 601})

@@ -218,6 +218,109 @@ static void counters_order_streams(void) {
     end_device(device);
 }
 
+/* --- waits for several counters at once --- */
+enum { WRITERS = 3 };
+
+struct several {
+    zpp_device *device;
+    zpp_stream *writers[WRITERS], *reader;
+    zpp_event *done;
+    unsigned char *shared; /* a line for each counter, then one for each value, then what the reader copied */
+    size_t bytes;
+};
+
+static uint64_t *counter_of(const struct several *all, int writer) { return (void *)(all->shared + 64 * writer); }
+static unsigned char *value_of(const struct several *all, int writer) { return all->shared + 64 * (WRITERS + writer); }
+static unsigned char *copy_of(const struct several *all, int writer) {
+    return all->shared + 64 * (2 * WRITERS + writer);
+}
+
+static struct several open_several(enum zpp_stream_kind reader) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct several all = {.device = new_device(), .bytes = 4096};
+    for (int i = 0; i < WRITERS; ++i)
+        CHECK_OK(zpp_stream_create(all.device, ZPP_STREAM_THREAD, "writer", &all.writers[i], &err));
+    CHECK_OK(zpp_stream_create(all.device, reader, "reader", &all.reader, &err));
+    CHECK_OK(zpp_event_create(all.device, &all.done, &err));
+    all.shared = aligned_alloc(4096, all.bytes);
+    memset(all.shared, 0, all.bytes);
+    CHECK_OK(zpp_device_pin(all.device, all.shared, all.bytes, &err));
+    return all;
+}
+
+static void close_several(struct several *all) {
+    zpp_event_destroy(all->done);
+    for (int i = 0; i < WRITERS; ++i) zpp_stream_destroy(all->writers[i]);
+    zpp_stream_destroy(all->reader);
+    zpp_device_unpin(all->device, all->shared);
+    free(all->shared);
+    end_device(all->device);
+}
+
+/* Each writer fills its value and signals; the reader awaits all of them and copies. Return how many copies are old. */
+static int read_too_early(struct several *all, uint64_t round, uint64_t *driver_calls) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    const uint64_t *counters[WRITERS];
+    int old = 0;
+    for (int i = 0; i < WRITERS; ++i) {
+        counters[i] = counter_of(all, i);
+        CHECK_OK(zpp_stream_fill(all->writers[i], value_of(all, i), (unsigned char)round, 1, &err));
+        CHECK_OK(zpp_stream_signal(all->writers[i], counter_of(all, i), round, &err));
+    }
+    const uint64_t before = sim_gpu_counts().counters;
+    CHECK_OK(zpp_stream_await_all(all->reader, counters, WRITERS, round, NULL, &err));
+    *driver_calls = sim_gpu_counts().counters - before;
+    for (int i = 0; i < WRITERS; ++i)
+        CHECK_OK(zpp_stream_copy(all->reader, copy_of(all, i), value_of(all, i), 1, &err));
+    CHECK_OK(zpp_event_record(all->done, all->reader, &err));
+    CHECK_OK(zpp_event_sync(all->done, &ten_seconds, &err));
+    SIM(sim_finish)();
+    for (int i = 0; i < WRITERS; ++i) old += *copy_of(all, i) != (unsigned char)round;
+    return old;
+}
+
+static const uint64_t *left_out_counter;
+static bool leave_out_one(const struct sim_wait *wait) { return wait->counter == left_out_counter; }
+
+static int old_in_all_schedules(struct several *all, uint64_t wanted_calls) {
+    static uint64_t round;
+    int old = 0;
+    for (uint64_t lazy = 0; lazy < 1 << (WRITERS + 1); ++lazy) {
+        uint64_t calls;
+        SIM(sim_set_schedule)(lazy << 1, 0);
+        old += read_too_early(all, ++round, &calls);
+        CHECK_EQUAL(calls, wanted_calls);
+    }
+    return old;
+}
+
+static void one_call_waits_for_several_counters(void) {
+    struct several all = open_several(ZPP_STREAM_THREAD);
+    CHECK_EQUAL(old_in_all_schedules(&all, 1), 0);
+    for (int i = 0; i < WRITERS; ++i) { /* each of them counts */
+        left_out_counter = counter_of(&all, i);
+        *SIM(sim_leave_out) = leave_out_one;
+        CHECK(old_in_all_schedules(&all, 1) > 0);
+        *SIM(sim_leave_out) = NULL;
+    }
+    close_several(&all);
+}
+
+static void a_queue_waits_for_counters_one_by_one(void) {
+    struct several all = open_several(ZPP_STREAM_QUEUE);
+    CHECK_EQUAL(old_in_all_schedules(&all, WRITERS), 0);
+    close_several(&all);
+}
+
+static void one_of_several_counters_that_is_not_pinned_is_an_error(void) {
+    struct several all = open_several(ZPP_STREAM_THREAD);
+    struct zpp_err err = ZPP_ERR_INIT;
+    uint64_t stray = 0;
+    const uint64_t *counters[] = {counter_of(&all, 0), &stray};
+    CHECK_FAILS(zpp_stream_await_all(all.reader, counters, 2, 0, NULL, &err), ZPP_DEVICE, "wait for counters");
+    close_several(&all);
+}
+
 static zpp_status saw_native(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)wait, (void)err;
     **(void ***)arg = native;
@@ -266,6 +369,9 @@ int main(int argc, char **argv) {
         TEST(a_stream_without_a_queue_drives_the_other),
         TEST(a_queue_that_ends_ends_what_waits_for_it),
         TEST(counters_order_streams),
+        TEST(one_call_waits_for_several_counters),
+        TEST(a_queue_waits_for_counters_one_by_one),
+        TEST(one_of_several_counters_that_is_not_pinned_is_an_error),
         TEST(a_change_of_stream_keeps_the_order),
         {0},
     };

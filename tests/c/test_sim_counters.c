@@ -90,7 +90,10 @@ static void poison(void *arg) {
 /* --- one step of one rank: everything is enqueued, nothing is waited for ------------------------------------------ */
 
 static void await_all(sim_stream stream, uint64_t *counters, uint64_t value) {
-    for (int p = 0; p < ranks; p++) CHECK_EQUAL(SIM(sim_enqueue_wait_value)(stream, &counters[p], value), 0);
+    for (int p = 0; p < ranks; p++) {
+        uint64_t *const counter = &counters[p];
+        CHECK_EQUAL(SIM(sim_enqueue_wait_values)(stream, &counter, &value, 1), 0);
+    }
 }
 
 static void signal(sim_stream stream, uint64_t *counter, uint64_t value) {

@@ -232,7 +232,7 @@ CUresult cuStreamWaitValue64(sim_stream handle, CUdeviceptr address, uint64_t va
     uint64_t *counter;
     CUresult result = find_stream(handle, &stream);
     if (!result) result = flags ? ZPP_CU_NOT_SUPPORTED : find_counter(address, &counter);
-    return result ? result : sim_enqueue_wait_value(stream, counter, value);
+    return result ? result : sim_enqueue_wait_values(stream, &counter, &value, 1);
 }
 
 CUresult cuStreamWriteValue64(sim_stream handle, CUdeviceptr address, uint64_t value, unsigned int flags) {
@@ -241,6 +241,25 @@ CUresult cuStreamWriteValue64(sim_stream handle, CUdeviceptr address, uint64_t v
     CUresult result = find_stream(handle, &stream);
     if (!result) result = flags > 1 ? ZPP_CU_INVALID_VALUE : find_counter(address, &counter); /* 1: without a barrier */
     return result ? result : sim_enqueue_write_value(stream, counter, value);
+}
+
+enum { MOST_BATCHED = 255 };
+
+/* Waits for counters, in the order of the array, as one operation of the host. `operations` is read inside the call.
+ * All of them are checked before one is enqueued. Writes and barriers in a batch are not simulated. */
+CUresult cuStreamBatchMemOp(sim_stream handle, unsigned int count, CUstreamBatchMemOpParams *operations,
+                            unsigned int flags) {
+    sim_stream stream;
+    uint64_t *counters[MOST_BATCHED], values[MOST_BATCHED];
+    CUresult result = find_stream(handle, &stream);
+    if (!result && (flags || !count || count > MOST_BATCHED)) result = ZPP_CU_INVALID_VALUE;
+    for (unsigned int i = 0; !result && i < count; i++) {
+        const bool waits = operations[i].waitValue.operation == ZPP_CU_STREAM_MEM_OP_WAIT_VALUE_64;
+        values[i] = operations[i].waitValue.value64;
+        result = !waits || operations[i].waitValue.flags ? ZPP_CU_NOT_SUPPORTED
+                                                         : find_counter(operations[i].waitValue.address, &counters[i]);
+    }
+    return result ? result : sim_enqueue_wait_values(stream, counters, values, count);
 }
 
 /* --- events ------------------------------------------------------------------------------------------------------- */
@@ -271,6 +290,31 @@ CUresult cuEventQuery(sim_event event) {
 }
 
 /* --- copies ------------------------------------------------------------------------------------------------------- */
+
+int sim_enqueue(sim_stream stream, void (*run)(void *arg), void *arg, const char *name) {
+    return sim_enqueue_counted(stream, run, arg, name, offsetof(struct sim_counts, kernels));
+}
+
+struct copy {
+    void *dst;
+    const void *src;
+    size_t bytes;
+};
+
+static void run_copy(void *arg) {
+    const struct copy *copy = arg;
+    memmove(copy->dst, copy->src, copy->bytes);
+    free(arg);
+}
+
+int sim_enqueue_copy(sim_stream stream, void *dst, const void *src, size_t bytes) {
+    struct copy *copy = malloc(sizeof *copy);
+    if (!copy) sim_fatal("no memory for a copy");
+    *copy = (struct copy){dst, src, bytes};
+    const int result = sim_enqueue_counted(stream, run_copy, copy, "copy", offsetof(struct sim_counts, copies));
+    if (result) free(copy);
+    return result;
+}
 
 /* Pageable memory is not the GPU's to touch: what is read from it is read inside the call, and a call that writes to it
  * returns when it has written. */

@@ -36,6 +36,8 @@ __attribute__((noreturn, format(printf, 1, 2))) void sim_fatal(const char *forma
 
 /* --- streams.c ---------------------------------------------------------------------------------------------------- */
 uint64_t sim_now_ns(void);
+/* Like sim_enqueue, and count it as what lies at that offset of struct sim_counts. */
+int sim_enqueue_counted(sim_stream stream, void (*run)(void *arg), void *arg, const char *name, size_t counted);
 void sim_count(size_t offset, int64_t change); /* of a member of struct sim_counts */
 #define SIM_COUNT(member, change) sim_count(offsetof(struct sim_counts, member), (change))
 

@@ -69,8 +69,9 @@ int sim_enqueue(sim_stream stream, void (*run)(void *arg), void *arg, const char
 /* What other ranks take part in: `attempt` is called again until it returns true. */
 int sim_enqueue_attempt(sim_stream stream, bool (*attempt)(void *arg), void *arg, const char *name);
 int sim_enqueue_copy(sim_stream stream, void *dst, const void *src, size_t bytes);
-/* Wait until (int64_t)(*counter - value) >= 0: the comparison is cyclic, as the driver's. */
-int sim_enqueue_wait_value(sim_stream stream, uint64_t *counter, uint64_t value);
+/* One call that waits until (int64_t)(*counter - value) >= 0 for each of them: the comparison is cyclic, as the
+ * driver's. */
+int sim_enqueue_wait_values(sim_stream stream, uint64_t *const *counters, const uint64_t *values, size_t count);
 int sim_enqueue_write_value(sim_stream stream, uint64_t *counter, uint64_t value);
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */

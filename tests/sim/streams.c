@@ -508,9 +508,8 @@ int sim_stream_wait(sim_stream stream, sim_event event) {
     return leave(ZPP_CU_SUCCESS);
 }
 
-int sim_enqueue(sim_stream stream, void (*run)(void *arg), void *arg, const char *name) {
-    return enqueue(stream, (struct work){.kind = RUN, .run = run, .arg = arg, .name = name},
-                   offsetof(struct sim_counts, kernels));
+int sim_enqueue_counted(sim_stream stream, void (*run)(void *arg), void *arg, const char *name, size_t counted) {
+    return enqueue(stream, (struct work){.kind = RUN, .run = run, .arg = arg, .name = name}, counted);
 }
 
 int sim_enqueue_attempt(sim_stream stream, bool (*attempt)(void *arg), void *arg, const char *name) {
@@ -518,33 +517,16 @@ int sim_enqueue_attempt(sim_stream stream, bool (*attempt)(void *arg), void *arg
                    offsetof(struct sim_counts, collectives));
 }
 
-struct copy {
-    void *dst;
-    const void *src;
-    size_t bytes;
-};
-
-static void run_copy(void *arg) {
-    const struct copy *copy = arg;
-    memmove(copy->dst, copy->src, copy->bytes);
-    free(arg);
-}
-
-int sim_enqueue_copy(sim_stream stream, void *dst, const void *src, size_t bytes) {
-    struct copy *copy = malloc(sizeof *copy);
-    if (!copy) sim_fatal("no memory for a copy");
-    *copy = (struct copy){dst, src, bytes};
-    const int result = enqueue(stream, (struct work){.kind = RUN, .run = run_copy, .arg = copy, .name = "copy"},
-                               offsetof(struct sim_counts, copies));
-    if (result) free(copy);
-    return result;
-}
-
-int sim_enqueue_wait_value(sim_stream stream, uint64_t *counter, uint64_t value) {
-    if (left_out((struct sim_wait){stream, NULL, counter})) return ZPP_CU_SUCCESS;
-    return enqueue(
-        stream, (struct work){.kind = WAIT_VALUE, .counter = counter, .value = value, .name = "a wait for a counter"},
-        offsetof(struct sim_counts, counters));
+int sim_enqueue_wait_values(sim_stream stream, uint64_t *const *counters, const uint64_t *values, size_t count) {
+    enter();
+    if (!alive(stream)) return leave(INVALID_HANDLE);
+    for (size_t i = 0; i < count; i++) {
+        const struct work wait = {
+            .kind = WAIT_VALUE, .counter = counters[i], .value = values[i], .name = "a wait for a counter"};
+        if (!left_out((struct sim_wait){stream, NULL, counters[i]})) push(stream, wait);
+    }
+    counts.counters++;
+    return leave(ZPP_CU_SUCCESS);
 }
 
 int sim_enqueue_write_value(sim_stream stream, uint64_t *counter, uint64_t value) {
