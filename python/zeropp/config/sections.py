@@ -92,7 +92,8 @@ class Offload:
     activations: Tier | str = Tier()
     """Tier of what autograd keeps for backward while the model's forward runs: the inputs of checkpointed blocks where
     the model uses `torch.utils.checkpoint`, and all of it where it does not. "nvme" writes it behind the computation and
-    reads it ahead of backward, and takes `fraction`. Each rank offloads its own."""
+    reads it ahead of backward, and takes `fraction`. With a model on a GPU "cpu" does so with page-locked memory of the host;
+    on the CPU "cpu" is where they are. Each rank offloads its own."""
 
     delayed_update: int | None = None
     """One-step delayed parameter update (ZeRO-Offload, section 5.2), with `optimizer` on "cpu" or "nvme": the update runs in a

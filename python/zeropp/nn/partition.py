@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeropp import _C
 from zeropp.errors import Error
-from zeropp.zero.offload.activations import ActivationFile, open_partitions, running
+from zeropp.zero.offload.activations import MovedActivations, open_partitions, running
 
 __all__ = ["Partition", "partition_activations"]
 
@@ -181,7 +181,7 @@ class Partition:
             return None
         return found[2]()
 
-    def _begin(self, storage: torch.UntypedStorage, version: int, tier: ActivationFile | None) -> _Part:
+    def _begin(self, storage: torch.UntypedStorage, version: int, tier: MovedActivations | None) -> _Part:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         size, own = flat.numel(), self._own_bytes(flat.numel())
         first = min(size, self.rank * own)

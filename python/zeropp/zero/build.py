@@ -45,6 +45,7 @@ from zeropp.zero.model_state import (
 )  # fmt: skip
 from zeropp.zero.offload import weight_quant
 from zeropp.zero.offload.activations import ActivationFile
+from zeropp.zero.offload.activations_device import DeviceActivationFile, PinnedActivations
 from zeropp.zero.offload.grad_file import GradFile
 from zeropp.zero.offload.optim_file import OptimFile
 from zeropp.zero.offload.param_file import ParamFile
@@ -259,8 +260,12 @@ def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
     if states.kind == "nvme":
         assert isinstance(engine.storage, FileStorage)
         engine.states = OptimFile(engine, states, moments, engine.storage)
-    if activations.kind == "nvme":
-        engine.activations = ActivationFile(engine, activations)
+    if engine.device.type == "cpu":
+        if activations.kind == "nvme":
+            engine.activations = ActivationFile(engine, activations)
+    elif activations.kind != "device":
+        there = DeviceActivationFile if activations.kind == "nvme" else PinnedActivations
+        engine.activations = there(engine, activations)
 
 
 def _bind(engine: Engine, index: int, plan: UnitPlan, group: Group) -> Unit:

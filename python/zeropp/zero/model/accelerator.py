@@ -72,7 +72,6 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
     else:
         _check_offload(config, device)
     others = {
-        "Offload(activations='nvme')": tier_of(config, "activations").kind == "nvme",
         "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
         "Comm(params=) other than 'exact'": config.comm.params != "exact",
         "Comm(grads=) other than 'exact' with shards there": there and config.comm.grads != "exact",

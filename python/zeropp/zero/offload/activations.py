@@ -13,6 +13,8 @@ The unit of moving is a whole storage: queries, keys and values that are views o
 the strides they had, so that every kernel sees the same layout and gives the same bits. Parameters, buffers, the
 arguments of the call and whatever is smaller than `MIN_BYTES` stay: keeping them costs nothing, or little.
 
+From an accelerator they go to page-locked memory of the host (`zeropp.zero.offload.activations_device`), in the same order.
+
 Every rank offloads its own. Ranks that hold the same activations share them out first (`zeropp.nn.partition_activations`).
 """
 
@@ -26,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +67,7 @@ def innermost_partition() -> Any:
     return stack[-1] if stack else None
 
 
-def running() -> ActivationFile | None:
+def running() -> MovedActivations | None:
     """Return the tier of the model whose forward runs in this thread."""
     return getattr(_running, "tier", None)
 
@@ -78,23 +80,37 @@ class Place(weakref.ref["Saved"]):
     places.
     """
 
-    __slots__ = ("ahead_bytes", "bytes", "future", "index", "offset_bytes")
+    __slots__ = ("ahead", "ahead_bytes", "bytes", "future", "index", "offset_bytes")
 
     index: int
     bytes: int
     offset_bytes: int
     ahead_bytes: int  # read before they were wanted
-    future: aio.Future | None
+    ahead: Tensor | None  # where they come to
+    future: Future | None
+
+
+class Future(Protocol):
+    """A write or a read under way."""
+
+    def done(self) -> bool:
+        """Return True if :meth:`wait` would return at once."""
+
+    def wait(self) -> object:
+        """Return when what uses the bytes next may do so; raise zeropp.TierError where storage failed."""
+
+    def cancel(self) -> object:
+        """Note that nobody wants the bytes, whose memory may be used again when this returns."""
 
 
 class Saved:
-    """One storage on its way to the file, in it, or back. Dies with the last graph that needs it."""
+    """One storage on its way to its place, in it, or back. Dies with the last graph that needs it."""
 
-    def __init__(self, tier: ActivationFile, index: int, source: Tensor, flat: Tensor, offset_bytes: int) -> None:
+    def __init__(self, tier: MovedActivations, index: int, source: Tensor, flat: Tensor, offset_bytes: int) -> None:
         self.tier, self.index, self.bytes = tier, index, flat.numel()
         self.place = place = Place(self, tier.dead.append)
         place.index, place.bytes, place.offset_bytes, place.ahead_bytes = index, flat.numel(), offset_bytes, 0
-        place.future = None
+        place.future = place.ahead = None
         self.version = source._version
         self.source: Tensor | None = source  # shares its version counter; None once it is written
         self.flat: Tensor | None = flat  # the bytes: of the source until it is written, or read ahead
@@ -108,8 +124,8 @@ class Saved:
             self.changed = True
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of {self.bytes} bytes, saved at version {self.version}, while offload.activations wrote it "
-                "to the disk"
+                f"tensor of {self.bytes} bytes, saved at version {self.version}, while offload.activations "
+                f"{self.tier.doing}"
             )
 
 
@@ -129,15 +145,18 @@ class View:
         return typed.as_strided(self.size, self.stride, typed.storage_offset() + self.offset)
 
 
-class _Extents:
+class Extents:
     """Free places of a file that grows at its end. Neighbours that come free become one."""
 
     def __init__(self) -> None:
         self.end = 0
         self._free: list[tuple[int, int]] = []  # (offset, bytes), ascending
 
+    def fits(self, size: int, capacity: int) -> bool:
+        """Return True if so much can be taken without going beyond ``capacity``."""
+        return self.end + size <= capacity or any(free >= size for _, free in self._free)
+
     def take(self, size: int) -> int:
-        size = in_pages(size)
         for at, (offset, capacity) in enumerate(self._free):
             if capacity >= size:
                 self._free[at : at + 1] = [(offset + size, capacity - size)] if capacity > size else []
@@ -146,7 +165,6 @@ class _Extents:
         return self.end - size
 
     def give(self, offset: int, size: int) -> None:
-        size = in_pages(size)
         at = sum(1 for one in self._free if one[0] < offset)
         if at < len(self._free) and self._free[at][0] == offset + size:
             size += self._free.pop(at)[1]
@@ -160,71 +178,65 @@ class _Extents:
             self._free.insert(at, (offset, size))
 
 
-class ActivationFile(ActivationStore):
-    """The file of one prepared model's activations on this rank. Construction is collective.
+class MovedActivations(ActivationStore):
+    """What autograd saves, on its way to another tier, there, or back. A tier says what a write and a read are.
 
     Args:
-        tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
-
-    Raises:
-        zeropp.TierError: the folder cannot be used. On every rank; nothing is left behind.
+        device: of the tensors that are moved; others stay.
+        fraction: of all bytes that autograd saves.
     """
 
     in_file = True
+    doing = ""
+    """What happens to a tensor while it must not change, for messages."""
 
-    def __init__(self, engine: ModelState, tier: Tier) -> None:
-        self.fraction, self._checksums = float(tier.fraction), tier.checksums
-        ranks = Ranks(engine)
-        scratch = Scratch(tier.folders, ranks)
-        self.file = scratch.file("activations")
-        self.path = self.file.parts[0]
-        self._folders = scratch.folders
+    def __init__(self, engine: ModelState, device: torch.device, fraction: float) -> None:
+        self.device, self.fraction = device, fraction
         self._lock = threading.RLock()  # guards all that follows; a graph may die, or run, in any thread
-        self._extents = _Extents()
         self._by_storage: dict[int, tuple[StorageWeakRef, weakref.ref[Saved]]] = {}
         self._alive: dict[int, Place] = {}  # by index, which counts up
         self.dead: collections.deque[weakref.ref[Saved]] = collections.deque()  # whose place is to be freed
-        self._writing: collections.deque[tuple[weakref.ref[Saved], aio.Future, int]] = collections.deque()
+        self._writing: collections.deque[tuple[weakref.ref[Saved], Future, int]] = collections.deque()
         self._next = self._largest_bytes = 0
         self._seen_bytes = self._put_bytes = 0  # of all passes: `fraction` of the first is the second
         self.waiting_bytes = self.waiting_peak_bytes = 0
         self.ahead_bytes = self.file_bytes = self.file_peak_bytes = 0
+        self._waited = [0]  # ns
         self._closed, self._owner = False, os.getpid()
         self._stays: set[int] = set()
-        self._heap_trim = HeapTrim()
         self._units = [unit.whole.untyped_storage().data_ptr() for unit in engine.units]
-        try:
-            ranks.all_do(self._open)
-        except BaseException:
-            scratch.remove()
-            raise
-        self._waited = [0]  # ns
-        number = disk_traffic.add(functools.partial(_moved, self._io, self._waited))
-        self._end = weakref.finalize(self, end_store, self._io.abort, number, scratch, os.getpid())
-
-    def _open(self) -> None:
-        depth, block_bytes = io_settings.shape(self._folders, STRIPE_BYTES) or (None, None)
-        most = DEPTH * len(self._folders)
-        self._io = aio.Engine(
-            min(most, depth or most), block_bytes, checksums=self._checksums, paths=self.file.folders,
-            stripe_bytes=STRIPE_BYTES,
-        )  # fmt: skip
 
     def install(self, model: nn.Module) -> None:
         model._compiled_call_impl = OffloadingCall(model, self)
 
-    def held_bytes(self, engine: ModelState) -> Bytes:
-        seen = self.figures()
-        return {
-            ("cpu", "activations"): seen["waiting_bytes"] + seen["ahead_bytes"],
-            ("nvme", "activations"): seen["file_bytes"],
-            ("cpu", "checksums"): seen["sums_bytes"],
-        }
+    # -- what a tier does
 
-    def close(self) -> None:
-        """Remove the scratch file: the model is gone. A backward that needs it raises."""
-        self._closed = True
-        self._end()
+    def _take_place(self, size: int) -> int:
+        """Return where so many bytes are to be kept."""
+        raise NotImplementedError
+
+    def _give_place(self, offset: int, size: int) -> None:
+        raise NotImplementedError
+
+    def _start_write(self, flat: Tensor, place: Place) -> Future:
+        raise NotImplementedError
+
+    def _start_read(self, flat: Tensor, place: Place) -> Future:
+        raise NotImplementedError
+
+    def _memory_for(self, size: int) -> Tensor:
+        """Return memory of the device for a storage that comes back."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _over(self, storage: torch.UntypedStorage, size: int) -> Tensor:
+        """Return the bytes that lie in such memory."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[:size]
+
+    def _note_freed(self, size: int) -> None:
+        """Note that so many bytes of the device's memory were freed."""
+
+    def _note_dead(self, place: Place) -> None:
+        """Note that nobody wants a storage any more."""
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
@@ -232,7 +244,7 @@ class ActivationFile(ActivationStore):
         """Return ``call(*args, **kwargs)``; what autograd saves in it is offloaded."""
         if self._closed or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return call(*args, **kwargs)
-        stays = _storages_kept_anyway(module, args, kwargs)
+        stays = _storages_kept_anyway(module, args, kwargs, self.device)
         with self._lock:
             self._stays = stays | set(self._units)
         before, _running.tier = running(), self
@@ -250,7 +262,7 @@ class ActivationFile(ActivationStore):
         return hooks
 
     def _pack(self, tensor: Tensor) -> Any:
-        if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if type(tensor) is not Tensor or tensor.device.type != self.device.type or tensor.layout != torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         if storage.nbytes() < MIN_BYTES or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
@@ -280,13 +292,13 @@ class ActivationFile(ActivationStore):
         self._largest_bytes = max(self._largest_bytes, size)
         while self._writing and self.waiting_bytes + size > self._capacity_bytes():
             self._reap(patiently=True)
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        saved = Saved(self, self._next, tensor.detach(), flat, self._extents.take(size))
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        saved = Saved(self, self._next, tensor.detach(), flat, self._take_place(size))
         self._next += 1
         self._alive[saved.index] = saved.place
         self.file_bytes += size
         self.file_peak_bytes = max(self.file_peak_bytes, self.file_bytes)
-        future = saved.place.future = self._io.write(flat, self.file.name, saved.place.offset_bytes)
+        future = saved.place.future = self._start_write(flat, saved.place)
         self._by_storage[storage._cdata] = (StorageWeakRef(storage), saved.place)
         self._writing.append((saved.place, future, size))
         self.waiting_bytes += size
@@ -315,7 +327,7 @@ class ActivationFile(ActivationStore):
             if saved is not None and saved.source is not None:
                 saved.changed = saved.source._version != saved.version
                 saved.source = saved.flat = saved.place.future = None
-                self._heap_trim.freed(size)
+                self._note_freed(size)
 
     # -- backward ------------------------------------------------------------------------------------------------------------
 
@@ -336,17 +348,12 @@ class ActivationFile(ActivationStore):
             self._read_ahead(saved.index)
         return tensor
 
-    @staticmethod
-    def _in_use(saved: Saved) -> Tensor | None:
+    def _in_use(self, saved: Saved) -> Tensor | None:
         """Return the tensor that was read for another view and still exists."""
         if saved.read is None:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(saved.read.cdata)
-        return (
-            None
-            if storage is None
-            else _page_aligned(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage), saved.bytes)
-        )
+        return None if storage is None else self._over(storage, saved.bytes)
 
     def _fetch(self, saved: Saved) -> Tensor:
         if saved.source is not None:  # not written yet, or it never will be
@@ -356,13 +363,13 @@ class ActivationFile(ActivationStore):
             self._begin_read(saved)
         flat, future = saved.flat, saved.place.future
         assert flat is not None and future is not None
-        saved.flat = saved.place.future = None
+        saved.flat = saved.place.future = saved.place.ahead = None
         self.ahead_bytes -= saved.bytes
         saved.place.ahead_bytes = 0
         self._wait(future)
         return flat
 
-    def _wait(self, future: aio.Future) -> None:
+    def _wait(self, future: Future) -> None:
         began = time.perf_counter_ns()
         try:
             future.wait()
@@ -372,10 +379,10 @@ class ActivationFile(ActivationStore):
     def _begin_read(self, saved: Saved) -> None:
         if self._closed:
             raise Error(
-                "backward: the model was dropped, and with it the file of its activations; keep the model alive"
+                "backward: the model was dropped, and with it its activations on another tier; keep the model alive"
             )
-        saved.flat = _page_aligned(torch.empty(saved.bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu"), saved.bytes)
-        saved.place.future = self._io.read(saved.flat, self.file.name, saved.place.offset_bytes)
+        saved.flat = saved.place.ahead = self._memory_for(saved.bytes)
+        saved.place.future = self._start_read(saved.flat, saved.place)
         saved.place.ahead_bytes = saved.bytes
         self.ahead_bytes += saved.bytes
 
@@ -399,35 +406,114 @@ class ActivationFile(ActivationStore):
         while self.dead and os.getpid() == self._owner:
             place = self.dead.popleft()
             assert isinstance(place, Place)
-            self._heap_trim.freed(place.bytes)
+            self._note_freed(place.bytes)
             self._alive.pop(place.index, None)
             self.file_bytes -= place.bytes
             self.ahead_bytes -= place.ahead_bytes
             if place.future is not None:
                 place.future.cancel()  # requests on bytes that are taken again run in their order
-                place.future = None
-            self._extents.give(place.offset_bytes, place.bytes)
+                place.future = place.ahead = None
+            self._note_dead(place)
+            self._give_place(place.offset_bytes, place.bytes)
             if not self._alive:
                 self._by_storage.clear()
+
+    def figures(self) -> dict[str, Any]:
+        """Return ``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` at their
+        places and their peak, and the total of ``waited_ns``."""
+        with self._lock:
+            self._free_dead()
+            return {
+                "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
+                "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,
+                "waited_ns": self._waited[0],
+            }  # fmt: skip
+
+
+class ActivationFile(MovedActivations):
+    """The file of one prepared model's activations on this rank. Construction is collective.
+
+    Args:
+        tier: kind "nvme"; ``path``, ``fraction`` and ``checksums`` count.
+
+    Raises:
+        zeropp.TierError: the folder cannot be used. On every rank; nothing is left behind.
+    """
+
+    doing = "wrote it to the disk"
+
+    def __init__(self, engine: ModelState, tier: Tier) -> None:
+        super().__init__(engine, torch.device("cpu"), float(tier.fraction))
+        self._checksums = tier.checksums
+        ranks = Ranks(engine)
+        scratch = Scratch(tier.folders, ranks)
+        self.file = scratch.file("activations")
+        self.path = self.file.parts[0]
+        self._folders = scratch.folders
+        self._extents = Extents()
+        self._heap_trim = HeapTrim()
+        try:
+            ranks.all_do(self._open)
+        except BaseException:
+            scratch.remove()
+            raise
+        number = disk_traffic.add(functools.partial(_moved, self._io, self._waited))
+        self._end = weakref.finalize(self, end_store, self._io.abort, number, scratch, os.getpid())
+
+    def _open(self) -> None:
+        depth, block_bytes = io_settings.shape(self._folders, STRIPE_BYTES) or (None, None)
+        most = DEPTH * len(self._folders)
+        self._io = aio.Engine(
+            min(most, depth or most), block_bytes, checksums=self._checksums, paths=self.file.folders,
+            stripe_bytes=STRIPE_BYTES,
+        )  # fmt: skip
+
+    def held_bytes(self, engine: ModelState) -> Bytes:
+        seen = self.figures()
+        return {
+            ("cpu", "activations"): seen["waiting_bytes"] + seen["ahead_bytes"],
+            ("nvme", "activations"): seen["file_bytes"],
+            ("cpu", "checksums"): seen["sums_bytes"],
+        }
+
+    def close(self) -> None:
+        """Remove the scratch file: the model is gone. A backward that needs it raises."""
+        self._closed = True
+        self._end()
+
+    def _take_place(self, size: int) -> int:
+        return self._extents.take(in_pages(size))
+
+    def _give_place(self, offset: int, size: int) -> None:
+        self._extents.give(offset, in_pages(size))
+
+    def _start_write(self, flat: Tensor, place: Place) -> Future:
+        return self._io.write(flat, self.file.name, place.offset_bytes)
+
+    def _start_read(self, flat: Tensor, place: Place) -> Future:
+        return self._io.read(flat, self.file.name, place.offset_bytes)
+
+    def _memory_for(self, size: int) -> Tensor:
+        return _page_aligned(torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu"), size)
+
+    def _over(self, storage: torch.UntypedStorage, size: int) -> Tensor:
+        return _page_aligned(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage), size)
+
+    def _note_freed(self, size: int) -> None:
+        self._heap_trim.freed(size)
 
     def figures(self) -> dict[str, Any]:
         """Return ``waiting_bytes`` to be written and their peak, ``ahead_bytes`` read before they were wanted, ``file_bytes`` in use
         and their peak, ``sums_bytes`` of checksums in memory; totals of ``read_bytes``, ``checked_bytes``, ``written_bytes`` and
         ``waited_ns``; ``backend``."""
         seen = self._io.figures()
-        with self._lock:
-            self._free_dead()
-            return {
-                "waiting_bytes": self.waiting_bytes, "waiting_peak_bytes": self.waiting_peak_bytes,
-                "ahead_bytes": self.ahead_bytes, "file_bytes": self.file_bytes, "file_peak_bytes": self.file_peak_bytes,
-                **{kind: seen[kind] for kind in FIGURES}, "waited_ns": self._waited[0],
-            }  # fmt: skip
+        return {**super().figures(), **{kind: seen[kind] for kind in FIGURES}}
 
 
-def _storages_kept_anyway(module: nn.Module, args: Any, kwargs: Any) -> set[int]:
+def _storages_kept_anyway(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> set[int]:
     """Return the addresses of storages that live longer than the forward: of its arguments and of the module's buffers."""
     kept = [one for one in (*tree_leaves((args, kwargs)), *module.buffers()) if isinstance(one, Tensor)]
-    plain = (one for one in kept if one.device.type == "cpu" and type(one) in (Tensor, nn.Parameter))
+    plain = (one for one in kept if one.device.type == device.type and type(one) in (Tensor, nn.Parameter))
     return {one.untyped_storage().data_ptr() for one in plain}
 
 
@@ -444,7 +530,7 @@ def _moved(io: aio.Engine, waited: list[int]) -> dict[str, Any]:
 class OffloadingCall(WrappedCall):
     """Send what autograd keeps while the model's forward runs to the tier."""
 
-    def __init__(self, model: nn.Module, tier: ActivationFile) -> None:
+    def __init__(self, model: nn.Module, tier: MovedActivations) -> None:
         super().__init__(model)
         self._model, self._tier = weakref.ref(model), tier
 
