@@ -291,8 +291,12 @@ CUresult cuMemHostRegister(void *memory, size_t bytes, unsigned int flags) {
     if (result) return result;
     if (!bytes || flags & ~3u) return ZPP_CU_INVALID_VALUE; /* PORTABLE, DEVICEMAP */
     pthread_mutex_lock(&lock);
-    for (const struct range *range = ranges; range; range = range->next)
+    size_t locked_bytes = bytes;
+    for (const struct range *range = ranges; range; range = range->next) {
         if (is_taken(range, memory, bytes)) result = ZPP_CU_HOST_REGISTER_ALREADY;
+        if (range->kind == HOST_REGISTERED) locked_bytes += range->bytes;
+    }
+    if (!result && locked_bytes > sim_setting("SIM_PINNED_BYTES", UINT64_MAX)) result = ZPP_CU_OUT_OF_MEMORY;
     if (!result) add_range(HOST_REGISTERED, memory, bytes);
     pthread_mutex_unlock(&lock);
     return result;

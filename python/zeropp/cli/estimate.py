@@ -266,17 +266,17 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
     lines = [
         f"{counted(found['parameters'], 'parameter')} in {counted(found['units'], 'unit')} on {counted(ranks, 'rank')}; bytes of {which} rank"
     ]
-    for tier in ("cpu", "nvme"):
-        lines += [f"  {tier:5} {kind:12} {amount(value)}" for kind, value in found[tier].items()]
-        if found[tier]:
-            lines.append(f"  {tier:5} {'sum':12} {amount(sum(found[tier].values()))}")
+    for tier in filter(found.get, ("device", "pinned", "cpu", "nvme")):
+        lines += [f"  {tier:6} {kind:12} {amount(value)}" for kind, value in found[tier].items()]
+        total = sum(value for kind, value in found[tier].items() if kind != "page_locked")
+        lines.append(f"  {tier:6} {'sum':12} {amount(total)}")
     shares = found.get("folders") or dict.fromkeys(options.paths, sum(found["nvme"].values()))
     for folder, here, on_disk, free in _rooms(shares, ranks // options.hosts):
         room = f", {amount(on_disk).strip()} with the other folders on its disk," if on_disk > here else ""
         if free is not None:
             room += f" of {amount(free).strip()} free" + (", too little" if free < on_disk else "")
         lines.append(
-            f"  nvme  {folder}: {amount(shares[folder]).strip()}; of this host's ranks {amount(here).strip()}{room}"
+            f"  nvme   {folder}: {amount(shares[folder]).strip()}; of this host's ranks {amount(here).strip()}{room}"
         )
     for kind, value in found["traffic"].items():
         need = (

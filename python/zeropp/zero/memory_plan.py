@@ -44,6 +44,7 @@ from zeropp import _C, compat
 from zeropp.config import TORCH_DTYPES, Config, as_config, with_tiers
 from zeropp.errors import ConfigError, counted, shown, what_it_is
 from zeropp.parallel.parts import MeshSizes, between_ranks, mesh_sizes, slices_of, stage_of
+from zeropp.zero import device_plan
 from zeropp.zero.formulas import (
     READ_AHEAD_BYTES,
     UnitSizes,
@@ -60,7 +61,9 @@ from zeropp.zero.formulas import (
     tier_buffers,
     tier_of,
 )  # fmt: skip
+from zeropp.zero.model.accelerator import check_accelerator, device_of
 from zeropp.zero.model.units import UnitPlan, numbers, plan_units, refuse_lazy
+from zeropp.zero.model_state import CPU, shards_on_device
 from zeropp.zero.offload import weight_quant
 
 STATES = {
@@ -80,11 +83,23 @@ class _Run:
     ranks: int
     hosts: int
     optimizer: str
+    device: torch.device = CPU
+    """Where units are whole."""
+
+    @property
+    def shards_on_device(self) -> bool:
+        """True if an accelerator holds the shards, and steps them."""
+        return shards_on_device(self.config, self.device)
+
+    @property
+    def offloads(self) -> bool:
+        """True if shards are on the host of an accelerator."""
+        return self.device.type != "cpu" and not self.shards_on_device
 
     @property
     def host_copy(self) -> bool:
         """True if the ranks of a host share one copy of the parameters."""
-        return shares_host_copy(self.config, self.ranks, self.hosts)
+        return self.device.type == "cpu" and shares_host_copy(self.config, self.ranks, self.hosts)
 
     @property
     def sharers(self) -> int:
@@ -189,6 +204,10 @@ def estimate(
         with that much, what overlaps is hidden; what does not (NVMe inside the step) doubles the step, and ten times
         as much costs a tenth.
 
+        With a model that is to compute on a GPU (``Config.device``, else as ``prepare`` chooses it) ``device`` has what is there, and
+        ``pinned``, where shards are on the host, what is page-locked, of which ``page_locked`` is all that this rank locks: the shards
+        of all ranks, and its own buckets.
+
     Raises:
         zeropp.ConfigError: something that :func:`prepare` would refuse, or that cannot be estimated yet.
     """
@@ -198,6 +217,8 @@ def estimate(
         )
     refuse_lazy(model, "estimate")
     config = as_config(config, "estimate")
+    device = device_of(model, config)
+    check_accelerator(config, device, None)
     if mesh is not None:
         sizes = mesh_sizes(mesh, "estimate")
         if ranks not in (None, sizes.ranks):
@@ -215,7 +236,7 @@ def estimate(
     if ranks is None:
         raise ConfigError("estimate: neither ranks nor mesh is given; wanted one of them")
     _check(config, ranks, hosts, optimizer, tokens, tflops)
-    answer = _of_ranks(model, _Run(config, ranks, hosts, optimizer), tokens, tflops)
+    answer = _of_ranks(model, _Run(config, ranks, hosts, optimizer, device), tokens, tflops)
     del answer["gradients"]
     return answer
 
@@ -226,24 +247,24 @@ def _of_mesh(
 ) -> dict[str, Any]:  # fmt: skip
     """Return what the fullest rank of a mesh holds; see :func:`estimate`."""
     micro_batches, schedule, sequence = step
-    run = _Run(config, sizes.data, sizes.data_hosts(sizes.ranks // hosts), optimizer)
+    run = _Run(config, sizes.data, sizes.data_hosts(sizes.ranks // hosts), optimizer, device_of(model, config))
     pipelined = sizes.size("pp") > 1
     answers = []
     for stage in range(sizes.size("pp")):
         part = stage_of(model, stage, sizes, schedule)
         found = _of_ranks(part, run, *speed, slices_of(part, sizes))
         if pipelined and sizes.data == 1:  # what autograd adds up lies beside what the step reads
-            found["cpu"]["grads"] += found["gradients"]
+            _states_tier(found)["grads"] += found["gradients"]
         elif pipelined and micro_batches > 1 and config.stage >= 2:
-            found["cpu"]["waiting"] = found["gradients"]
+            _states_tier(found)["waiting"] = found["gradients"]
         found["traffic"]["gather"] *= micro_batches
         answers.append(found)
-    answer = max(answers, key=lambda found: sum(found["cpu"].values()))
+    answer = max(answers, key=in_memory)
     answer.pop("gradients", None)
     if sequence is not None:
         element = 2 if config.dtype_name in ("bf16", "fp16") else max(one.element_size() for one in model.parameters())
         answer["traffic"].update(between_ranks(model, sizes, sequence, micro_batches, element))
-    return {**answer, "stages": [sum(found["cpu"].values()) for found in answers]}
+    return {**answer, "stages": [in_memory(found) for found in answers]}
 
 
 def _of_ranks(
@@ -263,7 +284,7 @@ def _of_ranks(
         traffic["network"] = _network_traffic(units, run)
     parameters = sum(plan.numel * max(1, plan.parted) for plan in plans)
     answer: dict[str, Any] = {
-        "cpu": held, "nvme": in_file, "parameters": parameters, "units": len(plans),
+        **_by_tier(all_units, held, run), "nvme": in_file, "parameters": parameters, "units": len(plans),
         "largest_unit": max(unit.whole_bytes for unit in all_units), "traffic": traffic,
     }  # fmt: skip
     if division is not None:
@@ -274,6 +295,34 @@ def _of_ranks(
     if tokens is not None and tflops is not None:
         _add_speed(answer, tokens, tflops)
     return answer
+
+
+def _by_tier(units: list[_Sizes], held: dict[str, int], run: _Run) -> device_plan.Tiers:
+    """Return what is held by the tier where it is held."""
+    if run.device.type == "cpu":
+        return {"cpu": held}
+    if run.offloads:
+        return device_plan.beside(units, held, run.config, run.ranks, run.device)
+    there = {
+        "params": device_plan.params_bytes(units),
+        "gathered": device_plan.gathered_bytes(units, run.config, run.device),
+        "buckets": device_plan.bucket_bytes(units, run.config, run.ranks),
+    }
+    return {"device": {**held, **there}, "cpu": {}}
+
+
+def in_memory(answer: dict[str, Any]) -> int:
+    """Return the bytes of an answer of :func:`estimate` that are in memory, of a device or of the host; not those that ``page_locked``
+    counts again."""
+    tiers = (answer.get(tier, {}) for tier in ("cpu", "device", "pinned"))
+    return sum(size for kinds in tiers for kind, size in kinds.items() if kind != "page_locked")
+
+
+def _states_tier(answer: dict[str, Any]) -> dict[str, int]:
+    """Return the kinds of the tier that has the gradients."""
+    tiers = (answer.get(tier, {}) for tier in ("cpu", "device", "pinned"))
+    found: dict[str, int] = next(kinds for kinds in tiers if "grads" in kinds)
+    return found
 
 
 def _add_speed(answer: dict[str, Any], tokens: int, tflops: float) -> None:
@@ -405,13 +454,13 @@ def _facts(config: Config, optimizer: str) -> dict[str, Any]:
 
 
 def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
-    config, alone = run.config, run.ranks == 1
+    config, alone = run.config, run.ranks == 1 and not run.offloads
     run = run.of(plan)
     ranks = run.ranks
     elems, shard_elems = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     small = plan.replicates(config.units)
     in_file = loads_units(config) and not small
-    moves = config.stage == 3 and ranks > 1 and not (run.host_copy or small or in_file)
+    moves = config.stage == 3 and (ranks > 1 or run.offloads) and not (run.host_copy or small or in_file)
     own_elems = elems if config.stage == 0 or ranks == 1 else shard_elems
     stays, travels = config.gradient_dtypes(plan.dtype)
     params_wire_bytes = _wire_bytes(config.comm.params, plan.dtype, shard_elems, run)
@@ -446,6 +495,8 @@ def _params_bytes(run: _Run, whole: int, shard: int, wire: int, in_file: bool, m
         return 0
     if run.host_copy:
         return whole // run.ranks
+    if run.offloads:
+        return shard
     if not moves:
         return whole
     if run.hosts == 1:  # between hosts, images are made on the way
@@ -478,7 +529,7 @@ def _folders(config: Config, in_file: dict[str, int], delayed: dict[str, float])
 def _buckets(units: list[_Sizes], run: _Run) -> int:
     """Return the bytes of as many buckets as may wait, and one more that is being filled."""
     sizes = sorted((unit.bucket_bytes for unit in units if unit.trainable), reverse=True)
-    if run.ranks == 1 or run.config.stage <= 1 or not sizes:
+    if (run.ranks == 1 and not run.offloads) or run.config.stage <= 1 or not sizes:
         return 0
     bound = run.config.bucket_bytes or sum(sizes)
     return max(_most_within(sizes, bound), sizes[0])

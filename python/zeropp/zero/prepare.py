@@ -26,6 +26,7 @@ from zeropp.health import preflight
 from zeropp.health.first_use import require_healthy
 from zeropp.parallel.mesh import is_pipelined, places_in_pipeline, ranks_along, ranks_of, tensor_mesh
 from zeropp.zero.build import fill, make_engine
+from zeropp.zero.device_plan import require_host_memory
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
 from zeropp.zero.model import buffers, dtensor, meta, tied
@@ -125,6 +126,7 @@ def prepare_over(
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
     plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
+    require_host_memory(plans, config, device, 1 if comm is None else comm.ranks)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)))

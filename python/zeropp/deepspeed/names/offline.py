@@ -115,7 +115,7 @@ def _needs(model: nn.Module, stage: int, per_node: int, nodes: int, disk: bool =
             if stage < 3
             else Offload(params="nvme", optimizer="nvme", path="/nvme")
         )
-    config = Config(stage=stage, precision="bf16", offload=offload)
+    config = Config(stage=stage, precision="bf16", offload=offload, device="cpu")
     found = zeropp.estimate(model, config, ranks=per_node * nodes, hosts=nodes)
     return per_node * sum(found["cpu"].values()), 0, int(found["largest_unit"])
 

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank with an accelerator will hold, by tier: ``"device"``, ``"pinned"`` (page-locked memory of the host) and ``"cpu"``.
+
+The arithmetic is that of csrc/zero: placement/wrapped.c (memory of gathered units), reduce_device.c (buckets on the device),
+grad_offload.c (blocks of gradients that go down) and zero.c (what is page-locked).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeropp import _C
+from zeropp.config import Config
+from zeropp.errors import ConfigError, counted
+from zeropp.zero.formulas import PAGE_BYTES, READ_AHEAD_BYTES, loads_units
+from zeropp.zero.model.units import UnitPlan, numbers
+from zeropp.zero.model_state import shards_on_device
+
+if TYPE_CHECKING:
+    from zeropp.zero.memory_plan import _Sizes
+
+_WRAP_ALIGN_BYTES = 512  # ALIGN_BYTES of csrc/base/wrap.c
+_BUCKET_ALIGN_BYTES = 64  # ZPP_BUCKET_ALIGN_BYTES of csrc/zero/reduce.h
+_STAGINGS = 2  # ZPP_STAGINGS of csrc/zero/internal.h
+
+Tiers = dict[str, dict[str, int]]
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def laid_out(sizes: Iterable[int]) -> int:
+    """Return the bytes of units that lie one after the other (zpp_unit_next_offset of csrc/zero/unit.c)."""
+    used = 0
+    for size in sizes:
+        used = _rounded(used, PAGE_BYTES if size >= 64 << 10 else 64) + size
+    return used
+
+
+def params_bytes(units: Sequence[_Sizes]) -> int:
+    """Return the memory of parameters on the device, between passes, where their shards are there."""
+    return laid_out(unit.shard_bytes if unit.moves else unit.whole_bytes for unit in units)
+
+
+def gathered_bytes(units: Sequence[_Sizes], config: Config, device: torch.device) -> int:
+    """Return the memory of whole units that move: of two of the largest and what is read ahead, and of each tied unit."""
+    moving = [unit for unit in units if unit.moves]
+    tied = [unit for unit in moving if any(len(names) > 1 for names in unit.plan.names)]
+    wrapping = [unit.whole_bytes for unit in moving if unit not in tied]
+    ahead = config.prefetch if isinstance(config.prefetch, int) else READ_AHEAD_BYTES
+    grain = 2 << 20 if device.type == "cuda" else PAGE_BYTES
+    addresses = sum(_rounded(size, _WRAP_ALIGN_BYTES) for size in wrapping)
+    memory = min(_rounded(2 * max(wrapping, default=0) + ahead, grain), _rounded(addresses, grain))
+    return memory + sum(unit.whole_bytes for unit in tied)
+
+
+def bucket_bytes(units: Sequence[_Sizes], config: Config, ranks: int) -> int:
+    """Return the memory on the device of gradients on their way to the ranks that own them."""
+    sizes = [unit.bucket_bytes for unit in units if unit.trainable]
+    if ranks == 1 or config.stage <= 1 or not sizes:
+        return 0
+    return min(sum(sizes), max(config.bucket_bytes or sum(sizes), max(sizes))) + max(sizes)
+
+
+def block_bytes(units: Sequence[_Sizes], config: Config) -> int:
+    """Return the memory on the device in which gradients collect before they go down, one unit after the other; with accumulation all
+    units wait."""
+    sizes = [unit.bucket_bytes for unit in reversed(units) if unit.trainable]
+    if config.accumulate > 1:
+        return sum(sizes)
+    blocks: list[int] = []
+    for size in sizes:  # a unit takes the smallest block that fits
+        if not any(block >= size for block in blocks):
+            blocks.append(size)
+    return sum(blocks)
+
+
+def page_locked(plans: Sequence[UnitPlan], config: Config, ranks: int) -> dict[str, int]:
+    """Return the bytes of the host that each rank brings to what is page-locked: its shards, its buckets, and what units are read to."""
+    buckets = largest = 0
+    shards: list[int] = []
+    for plan in plans:
+        elems, shard_elems = _C.unit_layout(
+            [numbers(p) for p in plan.params], plan.dtype.itemsize, ranks // max(1, plan.parted)
+        )
+        in_file = loads_units(config) and not plan.replicates(config.units)
+        if not in_file:
+            shards.append(shard_elems * plan.dtype.itemsize)
+        largest = max(largest, elems * plan.dtype.itemsize if in_file else 0)
+        if plan.trainable:
+            size = elems * config.gradient_dtypes(plan.dtype)[0].itemsize + len(plan.params)
+            buckets += _rounded(size, _BUCKET_ALIGN_BYTES)
+    if config.stage >= 2:
+        buckets = min(_rounded(buckets, PAGE_BYTES), _rounded(config.bucket_bytes or buckets, PAGE_BYTES))
+    return {"params": laid_out(shards), "buckets": buckets, "stagings": _STAGINGS * largest}
+
+
+def beside(units: Sequence[_Sizes], held: dict[str, int], config: Config, ranks: int, device: torch.device) -> Tiers:
+    """Return what is held by tier where shards are on the host.
+
+    Args:
+        held: by kind, as if all were in memory of the CPU.
+    """
+    locked = page_locked([unit.plan for unit in units], config, ranks)
+    staying = sum(unit.whole_bytes for unit in units if not unit.moves and not unit.in_file)
+    gathered = gathered_bytes([_moving(unit) for unit in units], config, device)
+    pinned = {"params": locked["params"], "grads": held["grads"], "buckets": held["buckets"]}
+    pinned["page_locked"] = locked["params"] * ranks + locked["buckets"] + locked["stagings"]
+    there = {
+        "params": staying,
+        "gathered": gathered,
+        "buckets": block_bytes(units, config),
+        "autograd": held["autograd"],
+    }
+    rest = {kind: size for kind, size in held.items() if kind not in {*pinned, *there}}
+    return {"device": there, "pinned": pinned, "cpu": rest}
+
+
+def _moving(unit: _Sizes) -> _Sizes:
+    return dataclasses.replace(unit, moves=True) if unit.in_file else unit
+
+
+def require_host_memory(plans: Sequence[UnitPlan], config: Config, device: torch.device, ranks: int) -> None:
+    """Raise zeropp.ConfigError where the ranks of this host would page-lock more memory than it has."""
+    if device.type == "cpu" or shards_on_device(config, device):
+        return
+    locked, (total, where) = page_locked(plans, config, ranks), host_memory()
+    wanted = ranks * sum(locked.values())
+    if wanted > total:
+        raise ConfigError(
+            f"prepare: {counted(ranks, 'rank')} of this host {'is' if ranks == 1 else 'are'} to page-lock {wanted} bytes of its memory "
+            f"({locked['params']} bytes of parameters a rank, {locked['buckets']} for gradients on their way, {locked['stagings']} for units "
+            f"that are read), and {where} is {total} bytes; start fewer ranks here, lower bucket_bytes, keep shards on the device (leave "
+            "Offload out), or put them on a disk with Offload(params='nvme', grads='nvme', optimizer='nvme', path=...)"
+        )
+
+
+def host_memory() -> tuple[int, str]:
+    """Return (bytes, what they are): of the machine, or the limit of the container if that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and int(limit) < total:
+            return int(limit), "the container's limit of memory"
+    return total, "the memory of the machine"
