@@ -21,7 +21,8 @@ _Static_assert(sizeof(struct sum_arg) <= ZPP_OP_ARG_BYTES, "a sum is the argumen
 static bool is_summed(zpp_dtype dtype) { return dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16; }
 
 static zpp_status check(const struct zpp_sum_op *sum, struct zpp_err *err) {
-    if (!is_summed(sum->dtype) || (sum->dst_dtype != ZPP_F32 && sum->dst_dtype != sum->dtype)) {
+    const bool narrows = sum->sources == 1 && sum->dtype == ZPP_F32 && !sum->accumulate && is_summed(sum->dst_dtype);
+    if (!is_summed(sum->dtype) || (sum->dst_dtype != ZPP_F32 && sum->dst_dtype != sum->dtype && !narrows)) {
         const char *from = zpp_dtype_name(sum->dtype), *to = zpp_dtype_name(sum->dst_dtype);
         return zpp_fail(err, ZPP_INVALID,
                         "sum: %s elements to %s, wanted float32, bfloat16 or float16 to float32 or the same",

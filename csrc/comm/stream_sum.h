@@ -25,7 +25,8 @@ struct zpp_sum_op {
     uint32_t *nonfinite;    /* NULL, or a word that becomes 1 if a result is infinite or NaN before it is rounded */
     float scale;
     int sources;
-    zpp_dtype dtype, dst_dtype; /* F32, BF16 or F16; dst_dtype: F32 or `dtype` */
+    /* F32, BF16 or F16. dst_dtype: F32 or `dtype`; of one source in F32 that is not added to dst, any. */
+    zpp_dtype dtype, dst_dtype;
     bool accumulate;
 };
 

@@ -31,6 +31,8 @@ struct zpp_grad_path {
     void (*give)(zpp_zero *zero, struct zpp_unit_grad *grad); /* the bucket is given back, sent or not */
 
     /* --- buckets that are not in memory of the host --------------------------------------------------------------- */
+    /* add_unit: bytes of a bucket behind the gradients, for what peers read in place of them. */
+    size_t (*area_bytes)(const zpp_zero *zero, const struct zpp_unit *unit);
     /* seal: memory of all buckets. `mappings_bytes`: of the places that mapping_offset_bytes counts from 0. */
     zpp_status (*make_buckets)(zpp_zero *zero, size_t mappings_bytes, size_t board_bytes, struct zpp_err *err);
     void (*drop_unit)(zpp_zero *zero, struct zpp_unit_grad *grad); /* destroy */

@@ -289,6 +289,18 @@ size_t zpp_wire_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
 void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float factor, void *to, zpp_dtype dtype,
                   bool accumulate, size_t elems);
 
+/* --- wire_device.c ------------------------------------------------------------------------------------------------ */
+struct zpp_sum_op;
+/* Return the bytes of the area behind a bucket, and of each rank's shard there; 0: gradients travel as they add. */
+size_t zpp_wire_device_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
+size_t zpp_wire_device_stride(const zpp_zero *zero, const struct zpp_unit *unit);
+/* Fill the area from the unit's gradients, on the compute stream. */
+zpp_status zpp_wire_device_pack(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *grads, unsigned char *area,
+                                struct zpp_err *err);
+/* Launch a sum of shards in areas; it sets sum->dtype. */
+zpp_status zpp_wire_device_sum(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_sum_op *sum,
+                               struct zpp_err *err);
+
 /* --- internode.c -------------------------------------------------------------------------------------------------- */
 static inline bool zpp_internode(const zpp_comm *comm) { return comm && zpp_comm_hosts(comm) > 1; }
 

@@ -26,6 +26,9 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
     grad->zero = zero;
     grad->elem_bytes = zpp_dtype_bytes(unit->grad_dtype);
     grad->bucket_bytes = round_up(zpp_grad_whole_bytes(grad) + unit->params, ZPP_BUCKET_ALIGN_BYTES);
+    const size_t area_bytes = zero->path->area_bytes ? zero->path->area_bytes(zero, unit) : 0;
+    if (area_bytes) grad->area_offset_bytes = grad->bucket_bytes;
+    grad->bucket_bytes += area_bytes;
     grad->bucket_offset_bytes = ZPP_BUCKET_NONE;
     grad->missing = unit->params;
     const size_t capacity = unit->params ? unit->params : 1;

@@ -36,6 +36,7 @@ enum { ZPP_BUCKET_ALIGN_BYTES = 64 };
 struct zpp_unit_grad {
     size_t elem_bytes; /* of the bucket and of `shard`, both of unit->grad_dtype */
     size_t bucket_bytes;
+    size_t area_offset_bytes; /* in the bucket: what peers read in place of the gradients; 0: nothing */
     size_t mapping_offset_bytes; /* a place of its own behind the arena */
 
     /* this backward */

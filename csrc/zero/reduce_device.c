@@ -28,12 +28,11 @@ static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 static zpp_status check_unit(const struct zpp_unit *unit, struct zpp_err *err) {
-    const bool adds = unit->grad_dtype == ZPP_F32 || unit->grad_dtype == ZPP_BF16 || unit->grad_dtype == ZPP_F16;
-    if (adds && !zpp_wire_narrows(unit)) return ZPP_OK;
+    if (unit->grad_dtype == ZPP_F32 || unit->grad_dtype == ZPP_BF16 || unit->grad_dtype == ZPP_F16) return ZPP_OK;
     return zpp_fail(err, ZPP_NOT_BUILT,
-                    "zero: not supported yet: gradients of unit %s add in %s and travel in %s between GPUs; wanted "
-                    "float32, bfloat16 or float16 for both: set grad_dtype and reduce_dtype to the same",
-                    unit->name, zpp_dtype_name(unit->grad_dtype), zpp_dtype_name(unit->wire_dtype));
+                    "zero: not supported yet: gradients of unit %s add in %s between GPUs; wanted float32, bfloat16 or "
+                    "float16",
+                    unit->name, zpp_dtype_name(unit->grad_dtype));
 }
 
 /* Places of flags in the host's region. */
@@ -54,11 +53,6 @@ static zpp_status make_buckets(zpp_zero *zero, size_t mappings_bytes, size_t boa
     struct zpp_on_device *on = zero->on_device;
     size_t flags_bytes = 0, largest_bytes = 0, arena_bytes = 0, bytes = mappings_bytes;
     zpp_status status = lay_out_flags(zero, &flags_bytes, &largest_bytes, err);
-    if (status == ZPP_OK && zpp_wire_quantises_grads(zero))
-        status = zpp_fail(err, ZPP_NOT_BUILT,
-                          "zero: not supported yet: gradients in %d bits between GPUs; set "
-                          "quantise_grads to 0",
-                          zero->wire.grads.bits);
     if (status != ZPP_OK) return status;
     if (!zpp_keeps_buckets(zero)) {
         const size_t bound = zero->options.bucket_bytes ? zero->options.bucket_bytes : mappings_bytes;
@@ -157,14 +151,21 @@ static zpp_status prepare(zpp_zero *zero, struct zpp_unit_grad *grad, const stru
     return zpp_bucket_wait_idle(zero, sent, wait, err);
 }
 
+/* What the peers read is where they look for it: in the bucket, or in the place to send from. */
+static zpp_status put(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const bool own = sends_own(zero, grad);
+    const size_t offset_bytes = own ? zero->on_device->sending_offset_bytes : grad->bucket_offset_bytes;
+    unsigned char *place = part_of(zero, zero->rank) + offset_bytes;
+    if (grad->area_offset_bytes)
+        return zpp_wire_device_pack(zero, grad->unit, memory_of(zero, grad->unit), place + grad->area_offset_bytes,
+                                    err);
+    return own ? zpp_stream_copy(zero->compute, place, grad->own, zpp_grad_whole_bytes(grad), err) : ZPP_OK;
+}
+
 static zpp_status send(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
-    zpp_status status = ZPP_OK;
-    if (!grad->empty && sends_own(zero, grad)) {
-        status = zpp_stream_copy(zero->compute, part_of(zero, zero->rank) + on->sending_offset_bytes, grad->own,
-                                 zpp_grad_whole_bytes(grad), err);
-        on->sent = grad;
-    }
+    const zpp_status status = grad->empty ? ZPP_OK : put(zero, grad, err);
+    if (!grad->empty && sends_own(zero, grad)) on->sent = grad;
     grad->number = ++on->reductions;
     if (status != ZPP_OK) return status;
     return zpp_counters_signal(on->counters, zero->compute, ZPP_COUNTER_WRITTEN, grad->number, err);
@@ -180,13 +181,15 @@ static zpp_status post(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
 
 /* Note which parameters have a gradient on any rank. Return the number of buckets, and this rank's shard in each. */
 static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, const void **sources) {
+    const bool area = grad->area_offset_bytes;
+    const size_t stride = area ? zpp_wire_device_stride(zero, grad->unit) : zpp_grad_shard_bytes(grad);
     int count = 0;
     for (int rank = 0; rank < zero->ranks; rank++) {
         if (grad->peer_offsets[rank] == ZPP_NO_BUCKET) continue;
         const uint8_t *touched = flags_of(zero, grad, rank);
         for (size_t i = 0; i < grad->unit->params; i++) grad->present[i] |= touched[i];
         sources[count++] =
-            part_of(zero, rank) + grad->peer_offsets[rank] + (size_t)zero->rank * zpp_grad_shard_bytes(grad);
+            part_of(zero, rank) + grad->peer_offsets[rank] + grad->area_offset_bytes + (size_t)zero->rank * stride;
     }
     return count;
 }
@@ -211,8 +214,10 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
                              .dst_dtype = unit->grad_dtype,
                              .accumulate = zpp_reduce_accumulates(zero, grad),
                              .halt = zpp_counters_halt(on->counters)};
-    status = zpp_stream_sum(on->sums, &sum, err);
+    if (grad->area_offset_bytes) status = zpp_wire_device_sum(zero, unit, &sum, err);
+    else status = zpp_stream_sum(on->sums, &sum, err);
     if (status == ZPP_OK && grad->carries) {
+        sum.dtype = unit->grad_dtype;
         sum.src = &carry;
         sum.sources = 1;
         sum.scale = 1.0f;
@@ -303,6 +308,7 @@ const struct zpp_grad_path zpp_grad_path_device = {
     .memory = memory_of,
     .add = add_gradient,
     .send = send,
+    .area_bytes = zpp_wire_device_bytes,
     .make_buckets = make_buckets,
     .drop_unit = drop_unit,
     .flags = flags,

@@ -106,9 +106,11 @@ static void want_scratch(struct zpp_wire *wire, size_t bytes) {
 
 static zpp_status plan_gradient(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
     struct zpp_wire *wire = &zero->wire;
-    if (zero->options.stage <= 1 && zpp_wire_narrows(unit)) want_scratch(wire, zpp_wire_shard_bytes(unit));
+    if (zero->options.stage <= 1 && zpp_wire_narrows(unit) && !zero->on_device)
+        want_scratch(wire, zpp_wire_shard_bytes(unit));
     if (!zpp_wire_quantises_grads(zero)) return ZPP_OK;
-    const bool in_place = zero->ring; /* over several hosts the collectives make quantised copies of their own */
+    /* Over several hosts the collectives make quantised copies of their own; GPUs have them behind the buckets. */
+    const bool in_place = zero->ring && !zero->on_device;
     if (in_place) want_scratch(wire, qcopy_bytes(&wire->grads, unit->shard_elems));
     return zpp_wire_check_unit(unit, err);
 }

@@ -39,6 +39,8 @@ struct shape {
     bool each_micro; /* every backward reduces; else gradients are held back */
     size_t prefetch_bytes, bucket_bytes;
     bool on_cpu;
+    bool travels_narrow; /* gradients add in fp32 and travel in bf16 */
+    int grads_bits;      /* 8 or 4: gradients travel quantised */
     bool measures; /* the norm of all ranks goes into what is computed next; there is no run on the CPU to compare */
 };
 
@@ -93,8 +95,8 @@ static void add_units(struct rank *rank) {
                                            .param_elems = param_elems[u],
                                            .trainable = true,
                                            .place = whole ? ZPP_PLACE_WHOLE : ZPP_PLACE_SHARD,
-                                           .grad_dtype = dtype_of(shape),
-                                           .wire_dtype = dtype_of(shape)};
+                                           .grad_dtype = shape->travels_narrow ? ZPP_F32 : dtype_of(shape),
+                                           .wire_dtype = shape->travels_narrow ? ZPP_BF16 : dtype_of(shape)};
         CHECK_OK(zpp_zero_add_unit(rank->zero, &spec, &index, &err));
     }
 }
@@ -149,6 +151,7 @@ static void open_rank(struct rank *rank) {
                                              .prefetch_bytes = shape->prefetch_bytes,
                                              .bucket_bytes = shape->bucket_bytes};
     CHECK_OK(zpp_zero_create(&options, &rank->zero, &err));
+    if (shape->grads_bits) CHECK_OK(zpp_zero_set_wire(rank->zero, 0, shape->grads_bits, 64, &err));
     rank->compute = zpp_zero_compute(rank->zero);
     if (!shape->on_cpu) {
         CHECK_EQUAL(SIM(sim_stream_create)(rank->me->rank, &rank->native), 0);
@@ -451,19 +454,26 @@ static void draw_schedules(uint64_t *bits, int ranks, uint64_t seed) {
 }
 
 static const struct shape shapes[] = {
-    {2, 3, false, false, 1 << 20, 0, false, false},
-    {3, 3, true, false, 2000, 6000, false, false},
-    {2, 3, false, true, 0, 8000, false, false},
-    {2, 2, false, false, 0, 0, false, false},
-    {3, 2, false, true, 0, 9000, false, false},
-    {2, 1, false, false, 0, 0, false, false},
-    {3, 1, true, true, 0, 0, false, false},
-    {2, 0, false, false, 0, 0, false, false},
-    {3, 0, true, false, 0, 0, false, false},
-    {2, 2, false, false, 1 << 20, 0, false, false},
-    {2, 0, false, false, 1 << 20, 0, false, false},
-    {2, 3, false, false, 3000, 0, false, false},
-    {2, 3, false, false, 1 << 20, 0, false, true},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false},
+    {3, 3, true, false, 2000, 6000, false, false, 0, false},
+    {2, 3, false, true, 0, 8000, false, false, 0, false},
+    {2, 2, false, false, 0, 0, false, false, 0, false},
+    {3, 2, false, true, 0, 9000, false, false, 0, false},
+    {2, 1, false, false, 0, 0, false, false, 0, false},
+    {3, 1, true, true, 0, 0, false, false, 0, false},
+    {2, 0, false, false, 0, 0, false, false, 0, false},
+    {3, 0, true, false, 0, 0, false, false, 0, false},
+    {2, 2, false, false, 1 << 20, 0, false, false, 0, false},
+    {2, 0, false, false, 1 << 20, 0, false, false, 0, false},
+    {2, 3, false, false, 3000, 0, false, false, 0, false},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, true},
+    {2, 3, false, false, 1 << 20, 0, false, false, 8, false},
+    {3, 2, false, true, 0, 9000, false, false, 4, false},
+    {3, 3, true, true, 2000, 6000, false, false, 8, false},
+    {2, 3, false, false, 1 << 20, 0, false, true, 0, false},
+    {3, 1, false, true, 0, 0, false, true, 0, false},
+    {2, 0, false, false, 0, 0, false, true, 0, false},
+    {3, 2, false, true, 0, 9000, false, true, 0, false},
 };
 enum { SHAPES = sizeof shapes / sizeof shapes[0] };
 
@@ -520,6 +530,9 @@ static const struct mutant {
     {"copies after a step wait for stepped", ZPP_COUNTER_STEPPED, NO_STREAM, NO_STREAM, 3},
     {"a step waits for read", ZPP_COUNTER_READ, NO_STREAM, NO_STREAM, 0},
     {"a norm waits for measured", ZPP_COUNTER_MEASURED, NO_STREAM, NO_STREAM, 12},
+    {"sums wait for quantised copies", ZPP_COUNTER_WRITTEN, NO_STREAM, NO_STREAM, 13},
+    {"quantised copies wait for taken", ZPP_COUNTER_TAKEN, NO_STREAM, NO_STREAM, 14},
+    {"narrow gradients wait for taken", ZPP_COUNTER_TAKEN, NO_STREAM, NO_STREAM, 17},
     {"compute waits for ready", -1, COMPUTE, GATHER, 0},
     {"a gather waits for its memory", -1, GATHER, COMPUTE, 11},
     {"a step waits for the sums", -1, COMPUTE, SUMS, 0},
@@ -610,7 +623,8 @@ static void run_fault(struct test_rank *me) {
 
 static void a_rank_that_stops_ends_the_waits_for_it(void) {
     for (int aborts = 0; aborts < 2; aborts++) {
-        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false}}, .aborts = aborts};
+        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false, 0, false}},
+                              .aborts = aborts};
         atomic_store(&goes_on, 0);
         SIM(sim_set_schedule)(0, 0);
         run_ranks_timeout(2, NULL, aborts ? 60 * TEST_SECOND_NS : TEST_SECOND_NS, run_fault, &fault);

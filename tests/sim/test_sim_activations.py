@@ -97,7 +97,9 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize(
+    "name", [name if at < 4 else pytest.param(name, marks=pytest.mark.slow) for at, name in enumerate(WAITS)]
+)
 def test_it_is_wrong_without_one_of_its_waits(name: str) -> None:
     without, case, schedule = WAITS[name]
     assert outcome(case, f"without={without}", schedule)["wrong"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from ranks import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from training import Recipe, batch, gpt, ours, same
 from zeropp import Comm
 from zeropp.zero.engine import Engine, engine_of
@@ -285,3 +285,36 @@ def test_what_cannot_work() -> None:
     for block in (24, 8192):
         with pytest.raises(zeropp.ConfigError, match="a multiple of 16, at most 4096"):
             zeropp.Comm(block_elems=block)
+
+
+WIRES: dict[str, dict[str, Any]] = {
+    "int8": {"stage": 3, "comm": Comm(grads="int8", block_elems=BLOCK)},
+    "int4, accumulates": {"stage": 2, "comm": Comm(grads="int4", block_elems=BLOCK), "accumulate": 2, "bucket_bytes": 1},
+    "fp32 in bf16": {"stage": 1, "precision": zeropp.Precision(reduce="bf16")},
+    "bf16 in fp32": {"stage": 3, "precision": zeropp.Precision(param="bf16", accumulate="fp32", reduce="bf16")},
+}  # fmt: skip
+
+
+@on_ranks(2, devices=("sim", "sim-lazy"))
+@pytest.mark.parametrize("name", WIRES)
+def test_gradients_in_fewer_bits_between_gpus(name: str) -> None:
+    """Shards on the device give the bits of shards on the host, whose gradients the CPU quantises and adds."""
+    states = (
+        zeropp.Offload(optimizer="cpu") if WIRES[name]["stage"] < 3 else zeropp.Offload(params="cpu", optimizer="cpu")
+    )
+    found = []
+    for offload in (zeropp.Offload(), states):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = zeropp.Config(**WIRES[name], offload=offload, units=(nn.Linear,))
+        model, optimizer = zeropp.prepare(model, optimizer, config)
+        dtype = next(model.parameters()).dtype
+        for step in range(3):
+            for micro in range(config.accumulate):
+                x = torch.linspace(-1, 1 + step + micro + dist.get_rank(), 4 * 96, device="cpu").view(4, 96)
+                model(x.to(torch.get_default_device(), dtype)).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.cpu().tolist() for value in zeropp.full_state_dict(model).values()])
+    assert found[0] == found[1]

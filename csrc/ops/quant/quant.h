@@ -96,6 +96,19 @@ zpp_status zpp_dequantise_cuda(zpp_device *device, void *native, const struct zp
 zpp_status zpp_quant_sum_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
                               const struct zpp_quant_source *sources, size_t sources_count, float factor, void *dst,
                               zpp_dtype dst_dtype, size_t elems, struct zpp_err *err);
+/* What zpp_quant_add_cuda makes of a sum: dst = sum * factor, or with `accumulate` dst = dst + that, in fp32 with one
+ * rounding. Nothing is written if the word at `halt` (NULL: none; device or pinned memory) is not 0. */
+struct zpp_quant_add {
+    void *dst;
+    zpp_dtype dtype;
+    size_t elems;
+    float factor;
+    bool accumulate;
+    const uint64_t *halt;
+};
+zpp_status zpp_quant_add_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
+                              const struct zpp_quant_source *sources, size_t sources_count,
+                              const struct zpp_quant_add *add, struct zpp_err *err);
 zpp_status zpp_quant_reduce_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
                                  const struct zpp_quant_source *sources, size_t sources_count, float factor,
                                  size_t elems, const struct zpp_quant_spec *to_spec,

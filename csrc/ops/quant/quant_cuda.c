@@ -72,16 +72,25 @@ static zpp_status describe_sources(const struct zpp_quant_spec *spec, const stru
     return ZPP_OK;
 }
 
+zpp_status zpp_quant_add_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
+                              const struct zpp_quant_source *sources, size_t sources_count,
+                              const struct zpp_quant_add *add, struct zpp_err *err) {
+    struct zpp_quant_sum_cuda_args args = { .to = { .floats = add->dst, .elems = add->elems,
+                                                    .dtype = zpp_cuda_dtype_of(add->dtype),
+                                                    .accumulate = add->accumulate },
+                                            .halt = add->halt };
+    const zpp_status status = describe_sources(spec, sources, sources_count, add->factor, &args, err);
+    if (status != ZPP_OK) return status;
+    const uint64_t pairs = add->elems / 2 + add->elems % 2;
+    return launch(device, native, "zpp_quant_sum_cuda", (pairs + ZPP_QUANT_CUDA_PAIRS - 1) / ZPP_QUANT_CUDA_PAIRS,
+                  &args, err);
+}
+
 zpp_status zpp_quant_sum_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,
                               const struct zpp_quant_source *sources, size_t sources_count, float factor, void *dst,
                               zpp_dtype dst_dtype, size_t elems, struct zpp_err *err) {
-    struct zpp_quant_sum_cuda_args args = {
-        .to = { .floats = dst, .elems = elems, .dtype = zpp_cuda_dtype_of(dst_dtype) } };
-    const zpp_status status = describe_sources(spec, sources, sources_count, factor, &args, err);
-    if (status != ZPP_OK) return status;
-    const uint64_t pairs = elems / 2 + elems % 2;
-    return launch(device, native, "zpp_quant_sum_cuda", (pairs + ZPP_QUANT_CUDA_PAIRS - 1) / ZPP_QUANT_CUDA_PAIRS,
-                  &args, err);
+    const struct zpp_quant_add add = { dst, dst_dtype, elems, factor, false, NULL };
+    return zpp_quant_add_cuda(device, native, spec, sources, sources_count, &add, err);
 }
 
 zpp_status zpp_quant_reduce_cuda(zpp_device *device, void *native, const struct zpp_quant_spec *spec,

@@ -25,6 +25,7 @@ enum { ZPP_QUANT_CUDA_SOURCES = 128 };
 struct zpp_quant_sum_cuda_args {
     struct zpp_quant_cuda_args to; /* sum: floats and dtype are written; reduce: codes, scales and mids */
     uint64_t block_elems;          /* of the sources, as bits is */
+    const uint64_t *halt;          /* NULL, or a word that is not 0 once nothing is to be written */
     float factor;
     uint32_t sources_count;
     uint8_t bits;

@@ -28,10 +28,13 @@ static __device__ __forceinline__ float block_element(const struct zpp_quant_sum
 #include "quant_block_cuda.h"
 
 KERNEL zpp_quant_sum_cuda(const __grid_constant__ struct zpp_quant_sum_cuda_args args) {
+    if (args.halt && *(const volatile uint64_t *)args.halt) return;
     const uint64_t first = (uint64_t)blockIdx.x * ZPP_QUANT_CUDA_PAIRS;
     for (uint64_t pair = first + threadIdx.x; pair < first + ZPP_QUANT_CUDA_PAIRS; pair += ZPP_QUANT_CUDA_THREADS) {
         for (uint64_t i = 2 * pair; i < 2 * pair + 2 && i < args.to.elems; ++i) {
-            zpp_cuda_store(args.to.floats, args.to.dtype, i, block_element(&args, i));
+            float value = block_element(&args, i);
+            if (args.to.accumulate) value = ZPP_ADD(value, zpp_cuda_load(args.to.floats, args.to.dtype, i));
+            zpp_cuda_store(args.to.floats, args.to.dtype, i, value);
         }
     }
 }

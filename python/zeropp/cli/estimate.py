@@ -255,6 +255,14 @@ def _experts_lines(found: dict[str, Any], options: argparse.Namespace, amount: C
         yield f"  a forward moves {token} for each token, or {weights} of weights: at {counted(found['crossing'], 'token')} a rank both are equal"
 
 
+def _tier_lines(found: dict[str, Any], amount: Any) -> Iterator[str]:
+    """Yield the bytes of each kind in each tier, and their sum; page_locked counts others again."""
+    for tier in filter(found.get, ("device", "pinned", "cpu", "nvme")):
+        yield from (f"  {tier:6} {kind:12} {amount(value)}" for kind, value in found[tier].items())
+        total = sum(value for kind, value in found[tier].items() if kind != "page_locked")
+        yield f"  {tier:6} {'sum':12} {amount(total)}"
+
+
 def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
     def amount(value: float) -> str:
         for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
@@ -266,10 +274,7 @@ def _table(found: dict[str, Any], options: argparse.Namespace) -> str:
     lines = [
         f"{counted(found['parameters'], 'parameter')} in {counted(found['units'], 'unit')} on {counted(ranks, 'rank')}; bytes of {which} rank"
     ]
-    for tier in filter(found.get, ("device", "pinned", "cpu", "nvme")):
-        lines += [f"  {tier:6} {kind:12} {amount(value)}" for kind, value in found[tier].items()]
-        total = sum(value for kind, value in found[tier].items() if kind != "page_locked")
-        lines.append(f"  {tier:6} {'sum':12} {amount(total)}")
+    lines += _tier_lines(found, amount)
     shares = found.get("folders") or dict.fromkeys(options.paths, sum(found["nvme"].values()))
     for folder, here, on_disk, free in _rooms(shares, ranks // options.hosts):
         room = f", {amount(on_disk).strip()} with the other folders on its disk," if on_disk > here else ""

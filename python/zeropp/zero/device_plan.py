@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank with an accelerator will hold, by tier: ``"device"``, ``"pinned"`` (page-locked memory of the host) and ``"cpu"``.
+"""Count what a rank with an accelerator will hold, by tier: ``"device"``, ``"pinned"`` (page-locked memory of the host) and ``"cpu"``.
 
 The arithmetic is that of csrc/zero: placement/wrapped.c (memory of gathered units), reduce_device.c (buckets on the device),
 grad_offload.c (blocks of gradients that go down) and zero.c (what is page-locked).
@@ -7,11 +7,10 @@ grad_offload.c (blocks of gradients that go down) and zero.c (what is page-locke
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -22,12 +21,33 @@ from zeropp.zero.formulas import PAGE_BYTES, READ_AHEAD_BYTES, loads_units
 from zeropp.zero.model.units import UnitPlan, numbers
 from zeropp.zero.model_state import shards_on_device
 
-if TYPE_CHECKING:
-    from zeropp.zero.memory_plan import _Sizes
-
 _WRAP_ALIGN_BYTES = 512  # ALIGN_BYTES of csrc/base/wrap.c
 _BUCKET_ALIGN_BYTES = 64  # ZPP_BUCKET_ALIGN_BYTES of csrc/zero/reduce.h
 _STAGINGS = 2  # ZPP_STAGINGS of csrc/zero/internal.h
+
+
+class PlannedUnit(Protocol):
+    """Describe one unit on one rank, as ``zeropp.zero.memory_plan`` counts it."""
+
+    @property
+    def plan(self) -> UnitPlan: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def in_file(self) -> bool: ...
+    @property
+    def moves(self) -> bool: ...
+    @property
+    def whole_bytes(self) -> int: ...
+    @property
+    def shard_bytes(self) -> int: ...
+    @property
+    def bucket_bytes(self) -> int: ...
+    @property
+    def grads_wire_bytes(self) -> int: ...
+
 
 Tiers = dict[str, dict[str, int]]
 
@@ -44,14 +64,14 @@ def laid_out(sizes: Iterable[int]) -> int:
     return used
 
 
-def params_bytes(units: Sequence[_Sizes]) -> int:
+def params_bytes(units: Sequence[PlannedUnit]) -> int:
     """Return the memory of parameters on the device, between passes, where their shards are there."""
     return laid_out(unit.shard_bytes if unit.moves else unit.whole_bytes for unit in units)
 
 
-def gathered_bytes(units: Sequence[_Sizes], config: Config, device: torch.device) -> int:
+def gathered_bytes(units: Sequence[PlannedUnit], config: Config, device: torch.device) -> int:
     """Return the memory of whole units that move: of two of the largest and what is read ahead, and of each tied unit."""
-    moving = [unit for unit in units if unit.moves]
+    moving = [unit for unit in units if unit.moves or unit.in_file]
     tied = [unit for unit in moving if any(len(names) > 1 for names in unit.plan.names)]
     wrapping = [unit.whole_bytes for unit in moving if unit not in tied]
     ahead = config.prefetch if isinstance(config.prefetch, int) else READ_AHEAD_BYTES
@@ -61,15 +81,27 @@ def gathered_bytes(units: Sequence[_Sizes], config: Config, device: torch.device
     return memory + sum(unit.whole_bytes for unit in tied)
 
 
-def bucket_bytes(units: Sequence[_Sizes], config: Config, ranks: int) -> int:
+def sent_bucket_bytes(unit: PlannedUnit, config: Config) -> int:
+    """Return the bytes of a bucket on the device, with the area in which its gradients travel in fewer bits."""
+    stays, travels = config.gradient_dtypes(unit.plan.dtype)
+    if unit.ranks == 1:
+        return unit.bucket_bytes
+    if config.stage >= 2 and config.comm.grads != "exact":
+        area = unit.ranks * _rounded(unit.grads_wire_bytes, _BUCKET_ALIGN_BYTES)
+    else:
+        area = unit.ranks * unit.grads_wire_bytes if travels != stays else 0
+    return unit.bucket_bytes + _rounded(area, _BUCKET_ALIGN_BYTES)
+
+
+def bucket_bytes(units: Sequence[PlannedUnit], config: Config, ranks: int) -> int:
     """Return the memory on the device of gradients on their way to the ranks that own them."""
-    sizes = [unit.bucket_bytes for unit in units if unit.trainable]
+    sizes = [sent_bucket_bytes(unit, config) for unit in units if unit.trainable]
     if ranks == 1 or config.stage <= 1 or not sizes:
         return 0
     return min(sum(sizes), max(config.bucket_bytes or sum(sizes), max(sizes))) + max(sizes)
 
 
-def block_bytes(units: Sequence[_Sizes], config: Config) -> int:
+def block_bytes(units: Sequence[PlannedUnit], config: Config) -> int:
     """Return the memory on the device in which gradients collect before they go down, one unit after the other; with accumulation all
     units wait."""
     sizes = [unit.bucket_bytes for unit in reversed(units) if unit.trainable]
@@ -102,7 +134,9 @@ def page_locked(plans: Sequence[UnitPlan], config: Config, ranks: int) -> dict[s
     return {"params": laid_out(shards), "buckets": buckets, "stagings": _STAGINGS * largest}
 
 
-def beside(units: Sequence[_Sizes], held: dict[str, int], config: Config, ranks: int, device: torch.device) -> Tiers:
+def beside(
+    units: Sequence[PlannedUnit], held: dict[str, int], config: Config, ranks: int, device: torch.device
+) -> Tiers:
     """Return what is held by tier where shards are on the host.
 
     Args:
@@ -110,7 +144,7 @@ def beside(units: Sequence[_Sizes], held: dict[str, int], config: Config, ranks:
     """
     locked = page_locked([unit.plan for unit in units], config, ranks)
     staying = sum(unit.whole_bytes for unit in units if not unit.moves and not unit.in_file)
-    gathered = gathered_bytes([_moving(unit) for unit in units], config, device)
+    gathered = gathered_bytes(units, config, device)
     pinned = {"params": locked["params"], "grads": held["grads"], "buckets": held["buckets"]}
     pinned["page_locked"] = locked["params"] * ranks + locked["buckets"] + locked["stagings"]
     there = {
@@ -121,10 +155,6 @@ def beside(units: Sequence[_Sizes], held: dict[str, int], config: Config, ranks:
     }
     rest = {kind: size for kind, size in held.items() if kind not in {*pinned, *there}}
     return {"device": there, "pinned": pinned, "cpu": rest}
-
-
-def _moving(unit: _Sizes) -> _Sizes:
-    return dataclasses.replace(unit, moves=True) if unit.in_file else unit
 
 
 def require_host_memory(plans: Sequence[UnitPlan], config: Config, device: torch.device, ranks: int) -> None:

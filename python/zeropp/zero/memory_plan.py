@@ -97,6 +97,21 @@ class _Run:
         return self.device.type != "cpu" and not self.shards_on_device
 
     @property
+    def alone(self) -> bool:
+        """True if gradients are not reduced: one rank, whose shards are where it computes."""
+        return self.ranks == 1 and not self.offloads
+
+    @property
+    def steps_whole(self) -> bool:
+        """True if each rank steps all of a unit."""
+        return self.config.stage == 0 or self.ranks == 1
+
+    @property
+    def moves_units(self) -> bool:
+        """True if units that are sharded in memory are gathered where they are needed."""
+        return self.config.stage == 3 and (self.ranks > 1 or self.offloads) and not self.host_copy
+
+    @property
     def host_copy(self) -> bool:
         """True if the ranks of a host share one copy of the parameters."""
         return self.device.type == "cpu" and shares_host_copy(self.config, self.ranks, self.hosts)
@@ -308,6 +323,8 @@ def _by_tier(units: list[_Sizes], held: dict[str, int], run: _Run) -> device_pla
         "gathered": device_plan.gathered_bytes(units, run.config, run.device),
         "buckets": device_plan.bucket_bytes(units, run.config, run.ranks),
     }
+    if run.config.stage <= 1 and run.ranks > 1:  # they are the buckets
+        there["grads"] = sum(device_plan.sent_bucket_bytes(unit, run.config) for unit in units if unit.trainable)
     return {"device": {**held, **there}, "cpu": {}}
 
 
@@ -454,14 +471,14 @@ def _facts(config: Config, optimizer: str) -> dict[str, Any]:
 
 
 def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
-    config, alone = run.config, run.ranks == 1 and not run.offloads
+    config, alone = run.config, run.alone
     run = run.of(plan)
     ranks = run.ranks
     elems, shard_elems = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     small = plan.replicates(config.units)
     in_file = loads_units(config) and not small
-    moves = config.stage == 3 and (ranks > 1 or run.offloads) and not (run.host_copy or small or in_file)
-    own_elems = elems if config.stage == 0 or ranks == 1 else shard_elems
+    moves = run.moves_units and not (small or in_file)
+    own_elems = elems if run.steps_whole else shard_elems
     stays, travels = config.gradient_dtypes(plan.dtype)
     params_wire_bytes = _wire_bytes(config.comm.params, plan.dtype, shard_elems, run)
     masters = plan.trainable and run.optimizer != "none" and has_master(plan.dtype, config)
@@ -529,7 +546,7 @@ def _folders(config: Config, in_file: dict[str, int], delayed: dict[str, float])
 def _buckets(units: list[_Sizes], run: _Run) -> int:
     """Return the bytes of as many buckets as may wait, and one more that is being filled."""
     sizes = sorted((unit.bucket_bytes for unit in units if unit.trainable), reverse=True)
-    if (run.ranks == 1 and not run.offloads) or run.config.stage <= 1 or not sizes:
+    if run.alone or run.config.stage <= 1 or not sizes:
         return 0
     bound = run.config.bucket_bytes or sum(sizes)
     return max(_most_within(sizes, bound), sizes[0])

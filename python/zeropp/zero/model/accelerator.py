@@ -74,7 +74,6 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
     others = {
         "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
         "Comm(params=) other than 'exact'": config.comm.params != "exact",
-        "Comm(grads=) other than 'exact' with shards there": there and config.comm.grads != "exact",
         "Precision(stored=)": config.stored_name is not None,
         "Precision(master='bf16') with shards there": there and config.master_name == "bf16",
     }

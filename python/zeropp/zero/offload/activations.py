@@ -179,7 +179,7 @@ class Extents:
 
 
 class MovedActivations(ActivationStore):
-    """What autograd saves, on its way to another tier, there, or back. A tier says what a write and a read are.
+    """Move what autograd saves to another tier, and back. A tier says what a write and a read are.
 
     Args:
         device: of the tensors that are moved; others stay.

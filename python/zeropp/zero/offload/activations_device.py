@@ -91,7 +91,7 @@ class _CopyUp:
 
 
 class PinnedActivations(MovedActivations):
-    """What autograd saves on an accelerator, in page-locked memory of the host.
+    """Keep what autograd saves on an accelerator in page-locked memory of the host.
 
     Args:
         tier: kind "cpu"; ``fraction`` counts.
@@ -250,7 +250,7 @@ class _ReadToDevice:
 
 
 class DeviceActivationFile(ActivationFile):
-    """What autograd saves on an accelerator, in a file. Construction is collective; see :class:`ActivationFile`."""
+    """Keep what autograd saves on an accelerator in a file. Construction is collective; see :class:`ActivationFile`."""
 
     doing = "copied it to the disk"
 
