@@ -69,10 +69,15 @@ def params_bytes(units: Sequence[PlannedUnit]) -> int:
     return laid_out(unit.shard_bytes if unit.moves else unit.whole_bytes for unit in units)
 
 
+def _is_tied(unit: PlannedUnit) -> bool:
+    """Return True if several modules share a parameter of the unit."""
+    return any(len(names) > 1 for names in unit.plan.names)
+
+
 def gathered_bytes(units: Sequence[PlannedUnit], config: Config, device: torch.device) -> int:
     """Return the memory of whole units that move: of two of the largest and what is read ahead, and of each tied unit."""
     moving = [unit for unit in units if unit.moves or unit.in_file]
-    tied = [unit for unit in moving if any(len(names) > 1 for names in unit.plan.names)]
+    tied = [unit for unit in moving if _is_tied(unit)]
     wrapping = [unit.whole_bytes for unit in moving if unit not in tied]
     ahead = config.prefetch if isinstance(config.prefetch, int) else READ_AHEAD_BYTES
     grain = 2 << 20 if device.type == "cuda" else PAGE_BYTES
