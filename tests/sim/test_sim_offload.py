@@ -91,6 +91,8 @@ WAITS = {
     "copies after a step wait for computation": (GATHER, COMPUTE, "stage 2, evaluates", "1"),
     "computation waits for copies after a step": (COMPUTE, GATHER, "stage 2", "2"),
     "a staging waits for the copy from it": (HOST, GATHER, "in a file", "1"),
+    "computation waits for the copy up from a file": (COMPUTE, GATHER, "in a file", "2"),
+    "the shard in a file waits for the values at set-up": (HOST, COMPUTE, "in a file", "1"),
 }
 
 

@@ -46,8 +46,8 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/step_device.c", "zpp_step_device_destroy"): (AT_END,),
     ("csrc/zero/placement/nvme_up.c", "settle"): (NOT_YET,),
     ("csrc/zero/placement/nvme_up.c", "stage"): ("a staging waits for the copy from it",),
-    ("csrc/zero/placement/nvme_up.c", "wait_gather"): (NOT_YET, NOT_YET),
-    ("csrc/zero/placement/nvme_up.c", "keep_shard"): (NOT_YET, NOT_YET),
+    ("csrc/zero/placement/nvme_up.c", "wait_gather"): (NOT_YET, "computation waits for the copy up from a file"),
+    ("csrc/zero/placement/nvme_up.c", "keep_shard"): (NOT_YET, "the shard in a file waits for the values at set-up"),
     ("csrc/zero/counters.c", "zpp_counters_await"): ("sums wait for written",),  # and all others that await a counter
 }
 """By file and function: names of WAITS, of mutants of test_zero_device.c, or of a C test; one for each call."""
