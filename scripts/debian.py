@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-def call(command: list[str], **variables: str) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+def call(command: list[str], folder: Path = ROOT, **variables: str) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
                           env={**os.environ, **variables})  # fmt: skip
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-4000:]}")
@@ -22,20 +22,15 @@ def call(command: list[str], **variables: str) -> str:
 
 
 KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
-SOURCES = "deb [signed-by={keys}] http://deb.debian.org/debian {suite} main\n"
+SOURCES = "{kind} [signed-by={keys}] http://deb.debian.org/debian {suite} main\n"
 
 
-def unpacked(names: list[str], machine: str, folder: Path, suite: str = "") -> Path:
-    """Download packages of another architecture and what they need, and unpack them; return the folder of their files.
+def apt(folder: Path, machine: str, suite: str = "", kind: str = "deb") -> list[str]:
+    """Return the words that call apt-get for another architecture; it keeps what it needs to know in ``folder``.
 
-    No root is needed: apt keeps what it needs to know in ``folder``. ``suite`` names another release of Debian than
-    this machine's, such as "bullseye".
+    No root is needed. ``suite`` names another release of Debian than this machine's, such as "bullseye"; ``kind`` is
+    "deb" for packages, "deb-src" for sources.
     """
-    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        sys.exit(
-            f"{names[0]} of {machine} comes from Debian, and there is no apt-get and dpkg-deb here; for liburing, "
-            "ZEROPP_LIBURING may name a folder with MACHINE/include and MACHINE/liburing.a"
-        )
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     (folder / "status").touch()
@@ -45,14 +40,30 @@ def unpacked(names: list[str], machine: str, folder: Path, suite: str = "") -> P
         "Debug::NoLocking": "1",
     }  # fmt: skip
     if suite:
-        (folder / "sources.list").write_text(SOURCES.format(keys=KEYS, suite=suite), encoding="utf-8")
+        (folder / "sources.list").write_text(SOURCES.format(kind=kind, keys=KEYS, suite=suite), encoding="utf-8")
         options |= {"Dir::Etc::SourceList": folder / "sources.list", "Dir::Etc::SourceParts": Path("/dev/null")}
-    apt = ["apt-get", "-qq", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
-    call([*apt, "update"])
-    call([*apt, "install", "--download-only", "--no-install-recommends", "--yes", *names])
+    words = ["apt-get", "-qq", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
+    call([*words, "update"])
+    return words
+
+
+def unpacked(names: list[str], machine: str, folder: Path, suite: str = "") -> Path:
+    """Download packages of another architecture and what they need, and unpack them; return the folder of their files."""
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        sys.exit(
+            f"{names[0]} of {machine} comes from Debian, and there is no apt-get and dpkg-deb here; for liburing, "
+            "ZEROPP_LIBURING may name a folder with MACHINE/include and MACHINE/liburing.a"
+        )
+    call([*apt(folder, machine, suite), "install", "--download-only", "--no-install-recommends", "--yes", *names])
     for package in sorted((folder / "cache/archives").glob("*.deb")):
         call(["dpkg-deb", "-x", str(package), str(folder / "files")])
     return folder / "files"
+
+
+def sources(name: str, folder: Path, suite: str) -> Path:
+    """Download the sources of a package; return the folder that holds its archives."""
+    call([*apt(folder, "x86_64", suite, "deb-src"), "source", "--download-only", name], folder=folder)
+    return folder
 
 
 def liburing(machine: str) -> Path:

@@ -5,7 +5,7 @@
 
 The wheel of this machine's architecture is installed in an empty virtual environment, beside the torch of this Python,
 and runs examples/quickstart.py there. The one for aarch64 does so with PYTHON: an aarch64 interpreter that has torch and
-that this machine can run (scripts/aarch64_root.py makes one, in emulation). Without it nothing is tagged. The wheels
+that this machine can run (scripts/debian_root.py makes one, in emulation). Without it nothing is tagged. The wheels
 are built twice, in two folders, and have to be equal bit for bit.
 Nothing is pushed and nothing is uploaded: the last lines say how.
 """

@@ -7,7 +7,7 @@ A row such as ``python3.12:2.14.1`` names an interpreter and a version of torch;
 to say so. torch and what the tests need are downloaded by pip. Then the network and the PATH are taken away: the wheel
 is installed, ``zeropp env``, the quickstart on one and on two ranks, ``zeropp doctor`` and the smoke tests run. One line
 of a Markdown table is printed for each row (docs/versions.md). ``FOLDER/python:here`` names an interpreter that has
-torch, perhaps of another architecture (scripts/aarch64_root.py): the wheel is unpacked into a folder beside it.
+torch, perhaps of another architecture (scripts/debian_root.py): the wheel is unpacked into a folder beside it.
 
 torch's wheels on PyPI want CUDA's libraries, which take gigabytes. ``--links`` names a folder, made once with
 ``pip install --target``, whose packages are linked into every environment; torch then comes without its requirements.
