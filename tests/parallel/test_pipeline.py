@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +112,22 @@ def test_without_data_ranks(name: str, stage: int) -> None:
     found, own_norms = Run(mesh_of(2, 1), name, stage=stage).train(4)
     assert own_norms == pytest.approx(norms, rel=1e-5)
     require_close(found, wanted, BOUND)
+
+
+@on_ranks(2)
+def test_stages_keep_the_model() -> None:
+    """A script may drop what prepare returned, and keep the schedule and the optimizer."""
+    run = Run(mesh_of(2, 1), "1F1B", stage=3)
+    engine = weakref.ref(engine_of(run.chunks))
+    del run.chunks
+    gc.collect()
+    for step in range(2):
+        run.forward_backward(step)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    del run
+    gc.collect()
+    assert engine() is None
 
 
 @on_ranks(2)

@@ -41,6 +41,7 @@ class Stage(PipelineStage):
     """torch's stage over a chunk of a prepared model."""
 
     _chunk: _Chunk | None = None  # of the schedule that was adopted
+    _model: nn.Module | None = None  # what prepare returned; its parameters are of no use once it is gone
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         if self._chunk is not None:
@@ -351,7 +352,10 @@ def stages(chunks: nn.Module, mesh: DeviceMesh) -> list[PipelineStage]:
     indices = chunks.indices if isinstance(chunks, Chunks) else None
     indices = indices or stage_indices(rank, ranks, len(parts), "loop")
     device = engine_of(chunks).device
-    return [
+    made = [
         Stage(part, index, ranks * len(parts), device, group=mesh.get_group())
         for part, index in zip(parts, indices, strict=True)
     ]
+    for stage in made:
+        stage._model = chunks
+    return [*made]
