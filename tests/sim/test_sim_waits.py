@@ -15,7 +15,7 @@ import test_sim_offload
 import test_sim_on_device
 
 ROOT = Path(__file__).resolve().parents[2]
-CALL = re.compile(r"\b(zpp_event_sync|zpp_stream_wait|zpp_counters_await|zpp_stream_await)\(")
+CALL = re.compile(r"\b(zpp_event_sync|zpp_stream_wait|zpp_counters_await|zpp_stream_await(?:_all)?)\(")
 FUNCTION = re.compile(r"^[a-z][\w ]*[ *](\w+)\([^;]*$")
 
 ON_HOST = "of operations on the host alone: tests/c/test_zero_schedules.c"

@@ -313,7 +313,7 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypa
     half = sum(said["nvme"].values()) / 2
     assert json.loads(capsys.readouterr().out)["folders"] == pytest.approx({here: half, none: half}, abs=1)
     assert main([*command, "--paths", here]) == 0
-    assert f"  nvme  {here}: " in (told := capsys.readouterr().out) and " free" in told, told
+    assert f"  nvme   {here}: " in (told := capsys.readouterr().out) and " free" in told, told
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=int(1.5 * 4 * half)))
     assert main([*command, "--paths", here, none]) == 0  # each would fit, both do not
     told = capsys.readouterr().out
