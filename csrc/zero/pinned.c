@@ -9,8 +9,8 @@
 
 static zpp_status tell_who_holds(const struct zpp_pinned *pinned, const struct zpp_err *failure, struct zpp_err *err) {
     return zpp_fail(err, failure->status,
-                    "%s; this rank page-locked %zu bytes of shards and buckets before; lower Config(bucket_bytes=), start "
-                    "fewer ranks on this host, or keep shards on the device (leave Offload out)",
+                    "%s; this rank page-locked %zu bytes of shards and buckets before; lower Config(bucket_bytes=), "
+                    "start fewer ranks on this host, or keep shards on the device (leave Offload out)",
                     failure->text, pinned->bytes);
 }
 

@@ -35,7 +35,7 @@ struct plan {
     int micro_steps[STEPS];
     bool passes;             /* the micro-steps of a step are graphs of one pass (zero/pass.c), */
     bool pass_each;          /* each of which is reduced */
-    int groups, parts[MAX_GROUPS]; /* rank r holds part r % parts of a group's units; of group 0 all ranks hold the same */
+    int groups, parts[MAX_GROUPS]; /* rank r holds part r % parts of a group's units; all ranks hold group 0 alike */
     int group[MAX_UNITS];
     struct store_table store;
 };
