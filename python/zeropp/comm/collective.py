@@ -118,7 +118,10 @@ class Ranks:
 
 def job_of(engine: Any) -> Ranks:
     """Return all ranks of the job that an engine belongs to: they step together, and fail together."""
-    comm = engine.comm if engine.job is None else engine.job
+    return _all_of(engine.comm if engine.job is None else engine.job)
+
+
+def _all_of(comm: Any) -> Ranks:
     return Ranks(_JobMember(0, 1, None) if comm is None else _JobMember(comm.rank, comm.ranks, comm))
 
 
@@ -128,7 +131,7 @@ def in_the_whole_job(comm: Any, work: Callable[[], T]) -> T:
     if comm is None:
         return work()
     done: list[T] = []
-    Ranks(_JobMember(comm.rank, comm.ranks, comm)).all_do(lambda: done.append(work()))
+    _all_of(comm).all_do(lambda: done.append(work()))
     return done[0]
 
 
