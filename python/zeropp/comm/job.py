@@ -48,7 +48,7 @@ def over(data: Sequence[int] | dist.ProcessGroup) -> JobRanks:
     return every if mine is every.data else JobRanks(mine, every.data)
 
 
-def sub_communicator(ranks: Sequence[int] | dist.ProcessGroup) -> Any:
+def sub_communicator(ranks: Sequence[int] | dist.ProcessGroup, purpose: str = "") -> Any:
     """Return the ``_C.Comm`` of some ranks of the default group; None for one rank.
 
     It is made over the default group's store. Collective over those ranks at their first call; then kept for as long as the default
@@ -56,6 +56,8 @@ def sub_communicator(ranks: Sequence[int] | dist.ProcessGroup) -> Any:
 
     Args:
         ranks: numbers of ranks in the default group, this rank's among them, in the order of the shards; or a group.
+        purpose: words behind the ranks in messages, such as ``that share tokens``. Those ranks get a communicator for this alone, which
+            calls need whose order among a coordinator's collectives is not fixed.
 
     Raises:
         ValueError: this rank is not among them, or one of them is twice there.
@@ -68,31 +70,16 @@ def sub_communicator(ranks: Sequence[int] | dist.ProcessGroup) -> Any:
         )
     if len(numbers) == 1:
         return None
-    if numbers == list(range(every)):
+    if not purpose and numbers == list(range(every)):
         return communicator()
-    return keep_for_group(dist.group.WORLD, f"ranks {numbers}", lambda store: _make(store, numbers))
+    behind = f" {purpose}" if purpose else ""
+    return keep_for_group(dist.group.WORLD, f"ranks {numbers}{behind}", lambda store: _make(store, numbers, behind))
 
 
-def own_communicator(numbers: Sequence[int], purpose: str) -> Any:
-    """Return the ``_C.Comm`` of some ranks for one purpose, as :func:`sub_communicator` does for all others.
-
-    What is called in an order of its own, such as the exchanges of a forward among a coordinator's collectives, needs one.
-
-    Args:
-        purpose: words behind the ranks in messages, such as ``that share tokens``.
-    """
-    if len(numbers) == 1:
-        return None
-    ranks = list(numbers)
-    return keep_for_group(
-        dist.group.WORLD, f"ranks {ranks} {purpose}", lambda store: _make(store, ranks, f" {purpose}")
-    )
-
-
-def _make(store: Any, numbers: list[int], purpose: str = "") -> Any:
+def _make(store: Any, numbers: list[int], behind: str) -> Any:
     group = dist.group.WORLD
     assert group is not None
-    name = f"{group_name(group)}, ranks {', '.join(map(str, numbers))}{purpose}"
+    name = f"{group_name(group)}, ranks {', '.join(map(str, numbers))}{behind}"
     comm = create(store, numbers.index(dist.get_rank()), len(numbers), timeout_of(group), name)
     link_to_job(comm, numbers)
     return comm

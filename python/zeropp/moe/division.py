@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.comm.collective import exchange
-from zeropp.comm.job import JobRanks, own_communicator
+from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.config import Config, with_tiers
 from zeropp.errors import ConfigError
 from zeropp.moe.beside import shared_beside
@@ -205,7 +205,7 @@ def _neighbours(places: list[int], ep: int) -> Any:
     if ep == 1:
         return None
     at = places.index(dist.get_rank()) // ep * ep
-    return own_communicator(places[at : at + ep], "with different experts")
+    return sub_communicator(places[at : at + ep], "with different experts")
 
 
 def _boxes(layer: ExpertLayer, key: str, shape: Dims, rank: int, ranks: int, slices: int) -> Boxes:

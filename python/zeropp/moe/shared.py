@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.comm.collective import all_gather
-from zeropp.comm.job import own_communicator
+from zeropp.comm.job import sub_communicator
 from zeropp.moe.hosts import register_operators
 
 _numbers = itertools.count(1)
@@ -40,7 +40,7 @@ class Sharers:
     def __init__(self, group: Any) -> None:
         found: Any = group if isinstance(group, dist.ProcessGroup) else group.get_group()
         self.members: list[int] = dist.get_process_group_ranks(found)
-        self.comm: Any = own_communicator(self.members, "that share tokens")
+        self.comm: Any = sub_communicator(self.members, "that share tokens")
         self.ranks, self.rank = len(self.members), self.members.index(dist.get_rank())
         self.number = next(_numbers)
         _sharers[self.number] = self
