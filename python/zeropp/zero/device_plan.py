@@ -17,7 +17,7 @@ import torch
 from zeropp import _C
 from zeropp.config import Config
 from zeropp.errors import ConfigError, counted
-from zeropp.zero.formulas import PAGE_BYTES, READ_AHEAD_BYTES, loads_units
+from zeropp.zero.formulas import PAGE_BYTES, READ_AHEAD_BYTES, loads_units, rounded
 from zeropp.zero.model.units import UnitPlan, numbers
 from zeropp.zero.model_state import shards_on_device
 
@@ -52,15 +52,11 @@ class PlannedUnit(Protocol):
 Tiers = dict[str, dict[str, int]]
 
 
-def _rounded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def laid_out(sizes: Iterable[int]) -> int:
     """Return the bytes of units that lie one after the other (zpp_unit_next_offset of csrc/zero/unit.c)."""
     used = 0
     for size in sizes:
-        used = _rounded(used, PAGE_BYTES if size >= 64 << 10 else 64) + size
+        used = rounded(used, PAGE_BYTES if size >= 64 << 10 else 64) + size
     return used
 
 
@@ -81,8 +77,8 @@ def gathered_bytes(units: Sequence[PlannedUnit], config: Config, device: torch.d
     wrapping = [unit.whole_bytes for unit in moving if unit not in tied]
     ahead = config.prefetch if isinstance(config.prefetch, int) else READ_AHEAD_BYTES
     grain = 2 << 20 if device.type == "cuda" else PAGE_BYTES
-    addresses = sum(_rounded(size, _WRAP_ALIGN_BYTES) for size in wrapping)
-    memory = min(_rounded(2 * max(wrapping, default=0) + ahead, grain), _rounded(addresses, grain))
+    addresses = sum(rounded(size, _WRAP_ALIGN_BYTES) for size in wrapping)
+    memory = min(rounded(2 * max(wrapping, default=0) + ahead, grain), rounded(addresses, grain))
     return memory + sum(unit.whole_bytes for unit in tied)
 
 
@@ -92,10 +88,10 @@ def sent_bucket_bytes(unit: PlannedUnit, config: Config) -> int:
     if unit.ranks == 1:
         return unit.bucket_bytes
     if config.stage >= 2 and config.comm.grads != "exact":
-        area = unit.ranks * _rounded(unit.grads_wire_bytes, _BUCKET_ALIGN_BYTES)
+        area = unit.ranks * rounded(unit.grads_wire_bytes, _BUCKET_ALIGN_BYTES)
     else:
         area = unit.ranks * unit.grads_wire_bytes if travels != stays else 0
-    return unit.bucket_bytes + _rounded(area, _BUCKET_ALIGN_BYTES)
+    return unit.bucket_bytes + rounded(area, _BUCKET_ALIGN_BYTES)
 
 
 def bucket_bytes(units: Sequence[PlannedUnit], config: Config, ranks: int) -> int:
@@ -133,9 +129,9 @@ def page_locked(plans: Sequence[UnitPlan], config: Config, ranks: int) -> dict[s
         largest = max(largest, elems * plan.dtype.itemsize if in_file else 0)
         if plan.trainable:
             size = elems * config.gradient_dtypes(plan.dtype)[0].itemsize + len(plan.params)
-            buckets += _rounded(size, _BUCKET_ALIGN_BYTES)
+            buckets += rounded(size, _BUCKET_ALIGN_BYTES)
     if config.stage >= 2:
-        buckets = min(_rounded(buckets, PAGE_BYTES), _rounded(config.bucket_bytes or buckets, PAGE_BYTES))
+        buckets = min(rounded(buckets, PAGE_BYTES), rounded(config.bucket_bytes or buckets, PAGE_BYTES))
     return {"params": laid_out(shards), "buckets": buckets, "stagings": _STAGINGS * largest}
 
 

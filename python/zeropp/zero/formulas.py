@@ -53,9 +53,14 @@ class UnitSizes:
     """Bytes of all moments of an element."""
 
 
+def rounded(size: int, multiple: int) -> int:
+    """Return the least multiple of a number that is no less than ``size``."""
+    return -(-size // multiple) * multiple
+
+
 def in_pages(size_bytes: int) -> int:
     """Return the bytes of as many whole pages as hold so many."""
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    return rounded(size_bytes, PAGE_BYTES)
 
 
 def tier_of(config: Config, kind: str) -> Tier:

@@ -28,6 +28,7 @@ from torch import Tensor
 from zeropp import aio
 from zeropp.config import Tier
 from zeropp.errors import TierError
+from zeropp.zero.formulas import rounded
 from zeropp.zero.model_state import Bytes, ModelState
 from zeropp.zero.offload.activations import ActivationFile, Extents, MovedActivations, Place, Saved
 
@@ -129,7 +130,7 @@ class PinnedActivations(MovedActivations):
     # -- places
 
     def _take_place(self, size: int) -> int:
-        size = _aligned(size)
+        size = rounded(size, _ALIGN_BYTES)
         for slab in self._slabs:
             if slab.extents.fits(size, slab.memory.numel()):
                 return slab.start + slab.extents.take(size)
@@ -139,7 +140,7 @@ class PinnedActivations(MovedActivations):
     def _give_place(self, offset: int, size: int) -> None:
         if not self._closed:
             slab = self._slab_of(offset)
-            slab.extents.give(offset - slab.start, _aligned(size))
+            slab.extents.give(offset - slab.start, rounded(size, _ALIGN_BYTES))
 
     def _slab_of(self, offset: int) -> _Slab:
         return self._slabs[bisect.bisect_right(self._slabs, offset, key=lambda slab: slab.start) - 1]
@@ -312,7 +313,3 @@ def _page_locked(size: int, held_bytes: int, core: Any) -> Tensor:
             "or the container's memory)",
             bytes_wanted=size,
         ) from error
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
