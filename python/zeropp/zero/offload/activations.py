@@ -20,6 +20,7 @@ Every rank offloads its own. Ranks that hold the same activations share them out
 
 from __future__ import annotations
 
+import abc
 import collections
 import functools
 import os
@@ -178,7 +179,7 @@ class Extents:
             self._free.insert(at, (offset, size))
 
 
-class MovedActivations(ActivationStore):
+class MovedActivations(ActivationStore, abc.ABC):
     """Move what autograd saves to another tier, and back. A tier says what a write and a read are.
 
     Args:
@@ -211,18 +212,18 @@ class MovedActivations(ActivationStore):
 
     # -- what a tier does
 
+    @abc.abstractmethod
     def _take_place(self, size: int) -> int:
         """Return where so many bytes are to be kept."""
-        raise NotImplementedError
 
-    def _give_place(self, offset: int, size: int) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _give_place(self, offset: int, size: int) -> None: ...
 
-    def _start_write(self, flat: Tensor, place: Place) -> Future:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _start_write(self, flat: Tensor, place: Place) -> Future: ...
 
-    def _start_read(self, flat: Tensor, place: Place) -> Future:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _start_read(self, flat: Tensor, place: Place) -> Future: ...
 
     def _memory_for(self, size: int) -> Tensor:
         """Return memory of the device for a storage that comes back."""
