@@ -33,6 +33,7 @@ import setup as build  # noqa: E402  (setup.py: the same flags, the same rule fo
 
 PRODUCT = ("base", "ops", "comm", "aio", "zero")
 TIME_LIMIT_S = 600  # TSan is 20 times slower than plain
+LAST_LINES = 60  # of a program that failed: a report of TSan has two stacks
 ARCHIVER = [sys.executable, "-m", "ziglang", "ar"] if build.TARGET else ["ar"]
 EMULATOR = shlex.split(os.environ.get("ZEROPP_EMULATOR", ""))  # runs programs of another architecture
 EMULATED_MACHINE = ["-DTEST_MACHINE_BYTES=(1L << 30)"] if EMULATOR else []  # harness.h
@@ -54,6 +55,7 @@ OPTIONS = {
 class Result:
     """The end of one program."""
 
+    flavor: str
     name: str
     ok: bool
     seconds: float
@@ -155,7 +157,7 @@ def run_program(flavor: str, program: Path, arguments: list[str]) -> Result:
             output += f"\nended by signal {-done.returncode}\n"
     except subprocess.TimeoutExpired as late:
         output, ok = (late.stdout or b"").decode(errors="replace") + f"\nstill running after {TIME_LIMIT_S} s\n", False
-    return Result(program.name, ok, time.monotonic() - started, output)
+    return Result(flavor, program.name, ok, time.monotonic() - started, output)
 
 
 def run_flavor(name: str, only: list[str], arguments: list[str]) -> list[Result]:
@@ -216,8 +218,11 @@ def main() -> int:
     except build.BuildError as error:
         print(error)
         return 1
-    failed = sum(not result.ok for result in results)
-    print(f"{len(results) - failed} passed, {failed} failed", flush=True)
+    failed = [result for result in results if not result.ok]
+    for result in failed:  # again, where a long log is read first: at its end
+        print(f"FAILED: {result.flavor} {result.name}, its last lines:")
+        print("\n".join(result.output.splitlines()[-LAST_LINES:]), flush=True)
+    print(f"{len(results) - len(failed)} passed, {len(failed)} failed", flush=True)
     return 1 if failed or (options.fuzz is None and not results) else 0
 
 
