@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -163,29 +161,14 @@ def batch_of(number: int, rank: int) -> Any:
 
 
 def train(args: dict[str, Any]) -> int:
-    """Worker: one rank of one contender. Runs steps when the parent asks, and answers with [(ms, loss), ...]."""
+    """Worker: one rank of one contender."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    rank, done = int(os.environ["RANK"]), 0
+    rank = int(os.environ["RANK"])
     run = STARTS[args["library"]](args["folder"])
-    with Client(args["address"], authkey=bytes.fromhex(args["key"])) as parent:
-        parent.send((args["contender"], rank, os.getpid()))
-        while count := parent.recv():
-            figures = []
-            for _ in range(count):
-                ids = batch_of(done, rank)
-                dist.barrier()
-                start = time.perf_counter_ns()
-                loss = run(ids)
-                figures.append(((time.perf_counter_ns() - start) / 1e6, loss))
-                done += 1
-            parent.send(figures)
-        dist.barrier()
-    dist.destroy_process_group()
-    return done
+    return step.answer(args, lambda number: batch_of(number, rank), run)
 
 
 # --- the parent -----------------------------------------------------------------------------------------------------

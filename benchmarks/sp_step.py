@@ -13,11 +13,9 @@ are wall milliseconds, and CPU milliseconds of the rank that took more, which do
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Client
 from typing import Any
 
 import step
@@ -143,28 +141,13 @@ def part_of(number: int, rank: int, ranks: int, tokens: int) -> dict[str, Any]:
 
 
 def train(args: dict[str, Any]) -> int:
-    """Worker: one rank of one contender. Runs steps when the parent asks, and answers with [(ms, loss), ...]."""
+    """Worker: one rank of one contender."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    rank, ranks, done = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run = STARTS[args["library"]](args["width"])
-    with Client(args["address"], authkey=bytes.fromhex(args["key"])) as parent:
-        parent.send((args["contender"], rank, os.getpid()))
-        while count := parent.recv():
-            figures = []
-            for _ in range(count):
-                batch = part_of(done, rank, ranks, args["tokens"])
-                dist.barrier()
-                start = time.perf_counter_ns()
-                loss = run(batch)
-                figures.append(((time.perf_counter_ns() - start) / 1e6, loss))
-                done += 1
-            parent.send(figures)
-        dist.barrier()
-    dist.destroy_process_group()
-    return done
+    return step.answer(args, lambda number: part_of(number, rank, ranks, args["tokens"]), run)
 
 
 # --- the parent -----------------------------------------------------------------------------------------------------

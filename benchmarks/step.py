@@ -188,23 +188,37 @@ STARTS = {"zeropp": start_zeropp, "ddp": start_ddp, "fsdp2": start_fsdp2, "deeps
 
 
 def train(args: dict[str, Any]) -> int:
-    """Worker: one rank of one contender. Runs steps when the parent asks, and answers with [(ms, loss), ...]."""
+    """Worker: one rank of one contender."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     step = STARTS[args["library"]](args["stage"], Shape(*args["shape"]))
-    done = 0
+    return answer(args, lambda number: batch_of(number, rank), lambda batch: step(*batch), each_together=False)
+
+
+def answer(
+    args: dict[str, Any], batch_of: Callable[[int], Any], step: Callable[[Any], float], each_together: bool = True
+) -> int:
+    """Train as many steps as the parent asks for, again and again, and answer with [(ms, loss), ...]; return the steps.
+
+    Args:
+        batch_of: makes the batch of a step, by its number, before the clock starts.
+        each_together: ranks wait for each other before each step, else before each of the parent's rounds.
+    """
+    import torch.distributed as dist
+
+    rank, done = int(os.environ["RANK"]), 0
     with Client(args["address"], authkey=bytes.fromhex(args["key"])) as parent:
         parent.send((args["contender"], rank, os.getpid()))
         while count := parent.recv():
             figures = []
-            dist.barrier()
-            for _ in range(count):
-                tokens, targets = batch_of(done, rank)
+            for at in range(count):
+                batch = batch_of(done)
+                if each_together or at == 0:
+                    dist.barrier()
                 start = time.perf_counter_ns()
-                loss = step(tokens, targets)
+                loss = step(batch)
                 figures.append(((time.perf_counter_ns() - start) / 1e6, loss))
                 done += 1
             parent.send(figures)

@@ -9,21 +9,16 @@ offers on CPUs; ours has the groups of zeropp. Losses and norms of the first ste
 from __future__ import annotations
 
 import dataclasses
-import random
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from harness import Run
-from turns import TWINS, alone
+from meshes import RANKS, WAYS, in_turns, measured, mlp_blocks
+from turns import alone
 
 CLAIM = "tp 2 x dp 2: a step takes at most 1 / 1.3 of FSDP2's over gloo, at stages 2 and 3"
 NEEDS = ()
-RANKS, CHECKED = 4, 3
-#: fp32 sums in another order, over a few steps.
-TOLERANCE = 1e-4
-WAYS = {"stage 3": (3, "auto"), "stage 3, gathers": (3, "off"), "stage 2": (2, "auto")}
 
 Step = Callable[[], tuple[float, float]]
 
@@ -43,24 +38,6 @@ class Case:
 
 def cases(quick: bool) -> list[Case]:
     return [Case(512, 6, 128)] if quick else [Case(128, 8, 64), Case(512, 6, 128), Case(1024, 4, 128)]
-
-
-def build(case: Case) -> Any:
-    """Residual blocks of a norm and two matrices; the same values at each call."""
-    import torch
-    from torch import Tensor, nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(case.width)
-            self.up, self.down = nn.Linear(case.width, 4 * case.width), nn.Linear(4 * case.width, case.width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(case.blocks)))
 
 
 def plan(case: Case) -> dict[str, Any]:
@@ -91,7 +68,7 @@ def fsdp2(case: Case, mesh: Any, rows: Any) -> Step:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    model = parallelize_module(build(case), mesh["tp"], plan(case))
+    model = parallelize_module(mlp_blocks(case.width, case.blocks), mesh["tp"], plan(case))
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -115,7 +92,7 @@ def ours(case: Case, mesh: Any, rows: Any, stage: int, host_copy: str) -> Step:
     import torch
     import zeropp
 
-    model = zeropp.parallel.tensor(build(case), mesh["tp"], plan(case))
+    model = zeropp.parallel.tensor(mlp_blocks(case.width, case.blocks), mesh["tp"], plan(case))
     model, optimizer = zeropp.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), zeropp.Config(stage=stage, host_copy=host_copy), mesh=mesh
     )  # fmt: skip
@@ -123,50 +100,19 @@ def ours(case: Case, mesh: Any, rows: Any, stage: int, host_copy: str) -> Step:
 
 
 def measure(case: Case, rounds: int, gloo: Any, fast: Any) -> dict[str, Any]:
-    """Milliseconds of the slowest rank, by contender, and what they disagree about."""
     import torch
-    import torch.distributed as dist
 
     draw = torch.Generator().manual_seed(gloo.get_local_rank("dp"))
     rows = torch.randn(case.rows, case.width, generator=draw)
     calls = {name: ours(case, fast, rows, *way) for name, way in WAYS.items()}
     if not alone():
         calls["FSDP2"] = fsdp2(case, gloo, rows)
-    seen = {name: torch.tensor([call() for _ in range(CHECKED)]) for name, call in calls.items()}
-    first = seen["stage 3"]
-    wrong = next(
-        (f"{case.name}: {name} {found.tolist()}, stage 3 {first.tolist()}" for name, found in seen.items()
-         if not torch.allclose(found, first, rtol=TOLERANCE)), "",
-    )  # fmt: skip
-    order, rng = list(calls), random.Random(case.name)  # the same on every rank
-    samples: dict[str, list[float]] = {name: [] for name in order}
-    for _ in range(rounds):
-        rng.shuffle(order)
-        for name in order:
-            with TWINS.turn():
-                dist.barrier()
-                start = time.perf_counter_ns()
-                calls[name]()
-                took = torch.tensor((time.perf_counter_ns() - start) / 1e6)
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-            samples[name].append(float(took))
-    return {"wrong": wrong, "samples": samples}
+    return in_turns(case.name, calls, rounds)
 
 
 def worker(args: Mapping[str, Any]) -> list[Any]:
-    import torch
-    import torch.distributed as dist
-    import zeropp  # noqa: F401  (its backend)
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    names = ("dp", "tp")
-    gloo = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    fast = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override=dict.fromkeys(names, "zeropp"))
-    rows = [measure(Case(**case), args["rounds"], gloo, fast) for case in args["cases"]]
-    dist.barrier()
-    return rows
+    cases = [Case(**case) for case in args["cases"]]
+    return measured(("dp", "tp"), lambda case, meshes: measure(case, args["rounds"], *meshes), cases)
 
 
 def run(bench: Run) -> None:
