@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +18,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from zeropp.checkpoint.job.whole import JobState
 from zeropp.checkpoint.sources import FILE_BYTES, Source, as_model_has, opened, plan_files, write_file, write_index
 from zeropp.comm.collective import broadcast, job_of
-from zeropp.errors import CheckpointError, are, counted
+from zeropp.errors import CheckpointError, CommError, are, counted
 from zeropp.files import disk
 from zeropp.files.hub_names import as_in_files
-from zeropp.files.safefile import piece_of
+from zeropp.files.safefile import Piece
 from zeropp.zero.access import gathered
 from zeropp.zero.engine import Engine, engine_of
 from zeropp.zero.model.boxes import Boxes, common, flat_at, strides_of, whole_of
@@ -30,6 +30,7 @@ from zeropp.zero.model.part import parts_of
 from zeropp.zero.model_state import WHOLE, Entry, Unit
 
 BUCKET_BYTES = 64 << 20
+ROUND_BYTES = 4 << 20
 EXTRA_STATE = "_extra_state"  # torch's own key
 
 
@@ -117,7 +118,7 @@ def full_state_dict(
         Keys in ``state_dict``'s own order; tied parameters stand under all their names and share one tensor.
     """
     engine = engine_of(model)
-    stream = named_full_tensors(model, only=only)
+    stream = _full_tensors(engine, model, only, rank_0_only)
     if rank_0_only and job_of(engine).rank:
         for _ in stream:  # gathers are collective
             pass
@@ -130,6 +131,16 @@ def full_state_dict(
     whole |= {key: module.get_extra_state() for key, module in _extra_states(model)}
     keys = filter(only, all_keys) if only is not None else all_keys
     return {key: whole[aliases.get(key, key)] for key in keys}
+
+
+def _full_tensors(
+    engine: Engine, model: nn.Module, only: Callable[[str], bool] | None, rank_0_only: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what :func:`named_full_tensors` does. With ``rank_0_only`` other ranks of a job yield meta tensors."""
+    if engine.job is None or not rank_0_only:
+        return named_full_tensors(model, only=only)
+    engine.flush()
+    return JobState(engine, model, "full_state_dict").stream(BUCKET_BYTES, only, 0)
 
 
 def _take_rank_0s(engine: Engine, copies: list[torch.Tensor]) -> None:
@@ -319,34 +330,64 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
     under their first name. Tensors of a model of transformers have the names that its files have on the Hub, such as
     ``experts.3.w1``; those of a model that lies on several ranks of a pipeline, or is cut by tensor parallelism, have the model's own.
 
-    Memory: rank 0 holds one file's tensors; the others one bucket.
+    Memory: rank 0 holds one tensor, or small ones of ``BUCKET_BYTES`` in all, and what is on its way. The others hold what is on its
+    way: units of ``BUCKET_BYTES`` or one unit; ``ROUND_BYTES`` of their own shards where ranks hold different parts of the model.
+    Where several tensors become one of the Hub's, rank 0 holds these to the end.
 
     Raises:
         zeropp.TierError: storage is full or failed. On every rank.
     """
     engine = engine_of(model)
+    engine.flush()
     ranks = job_of(engine)
     target = Path(folder)
-    stream = named_full_tensors(model)
     if engine.job is None:
-        sizes = [(name, one.nbytes) for name, one in as_in_files(model, _without_values(engine, model))]
-        stream = as_in_files(model, stream)
+        shapes = list(as_in_files(model, _without_values(engine, model)))
+        stream = as_in_files(model, named_full_tensors(model))
     else:
-        sizes = JobState(engine, model, "export").sizes()
-    plan = plan_files(sizes, file_bytes)
+        state = JobState(engine, model, "export")
+        shapes, stream = list(state.without_values()), state.stream(ROUND_BYTES, None, 0)
+    there = dict(shapes)
+    plan = plan_files([(name, one.nbytes) for name, one in shapes], file_bytes)
     ranks.only_rank_0(lambda: _make_folder(target))
     for file_name, members in plan.items():
-        pieces = []
-        for _ in members:
-            name, tensor = next(stream)
-            if ranks.rank == 0:
-                pieces.append(piece_of(name, tensor))
-        ranks.only_rank_0(functools.partial(write_file, target / file_name, pieces))
-        del pieces
+        pieces = [_next_piece(stream, name, there[name]) for name in members]
+        ranks.all_do(functools.partial(_write_together, target / file_name, pieces, ranks.rank == 0))
     for _ in stream:
         raise AssertionError("the plan covers every tensor")
-    ranks.only_rank_0(lambda: write_index(target, plan, sum(size for _, size in sizes)))
+    ranks.only_rank_0(lambda: write_index(target, plan, sum(one.nbytes for one in there.values())))
     ranks.only_rank_0(lambda: _save_config(model, target))
+
+
+def _next_piece(stream: Iterator[tuple[str, torch.Tensor]], name: str, like: torch.Tensor) -> Piece:
+    """Return a tensor to be written that is taken from a stream when it is its turn."""
+
+    def parts() -> Iterator[torch.Tensor]:
+        found, tensor = next(stream)
+        assert (found, tensor.shape, tensor.dtype) == (name, like.shape, like.dtype), found
+        yield tensor
+
+    return Piece(name, like.dtype, tuple(like.shape), parts)
+
+
+def _write_together(path: Path, pieces: list[Piece], writes: bool) -> None:
+    """Take all pieces of one file from their stream, which is collective: where they are written, also after an error."""
+    left = iter(pieces)
+
+    def taken(piece: Piece) -> Iterator[torch.Tensor]:
+        assert next(left) is piece
+        yield from piece.parts()
+
+    try:
+        if writes:
+            write_file(path, [replace(piece, parts=functools.partial(taken, piece)) for piece in pieces])
+    except CommError:  # the stream is over
+        left = iter(())
+        raise
+    finally:
+        for piece in left:
+            for _ in piece.parts():
+                pass
 
 
 def _without_values(engine: Engine, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -201,6 +201,7 @@ def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
         for part in piece.parts():
             if part.numel():
                 yield from _on_host(_bytes_of(part))
+            del part  # the next one may be made only now, where there is memory for one
 
 
 def _on_host(data: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -228,6 +229,7 @@ def _assembled(chunks: Iterable[torch.Tensor]) -> Iterator[Block]:
             if filled == size:
                 yield view[slot * size : (slot + 1) * size], total
                 slot, filled, total = (slot + 1) % RING_BLOCKS, 0, 0
+        del chunk  # as in _chunks
     if filled:
         yield view[slot * size : slot * size + filled], total
 

@@ -72,7 +72,8 @@ def is_pipelined(mesh: DeviceMesh) -> bool:
 def places_in_pipeline(mesh: DeviceMesh) -> dict[int, str]:
     """Return what each rank of the job is in the pipeline, for messages."""
     names = mesh.mesh_dim_names or ()
-    stages = mesh.mesh.movedim(names.index("pp"), 0).flatten(1).tolist()
+    by_stage = mesh.mesh.movedim(names.index("pp"), 0)
+    stages = by_stage.reshape(len(by_stage), -1).tolist()
     return {int(rank): f"rank {stage} of the pipeline" for stage, ranks in enumerate(stages) for rank in ranks}
 
 

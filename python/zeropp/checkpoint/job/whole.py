@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole tensors of a job whose ranks hold different parts of the model: each is put together from the shards of all ranks.
 
-No rank gathers a unit for it. Every rank gives what it has of a bucket of parameters, one exchange over all ranks of the
-job brings the pieces, and each is copied to its boxes of the whole tensor.
+No rank gathers a unit for it. Pieces travel in rounds of a few megabytes, each one exchange over all ranks of the job, and
+are copied to their boxes of the whole tensor. Where one rank alone wants the tensors, nothing goes to the others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropp import _C
 from zeropp.checkpoint.job.layout import Layout, entries_of, layout_of
-from zeropp.comm.collective import all_gather, broadcast, job_of
+from zeropp.comm.collective import broadcast, job_of
+from zeropp.comm.group import BYTES, rows_of
 from zeropp.zero.engine import Engine
 from zeropp.zero.model.boxes import common, flat_at, strides_of, whole_of
 from zeropp.zero.model.buffers import loose_tensors
 from zeropp.zero.model_state import Entry, Unit
+
+_ALL_TO_ALL = _C.COMM_COLLECTIVES["all_to_all"]
+LEAST_ROUND_BYTES = 64 << 10
 
 Piece = tuple[int, int, int]
 """Part of the parameter, first element of its flattened local tensor, last + 1."""
@@ -45,6 +50,17 @@ class _Tensor:
         return self.numel * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class _Range:
+    """Elements of a piece that travel in one round."""
+
+    rank: int
+    name: str
+    part: int
+    begin: int
+    end: int
+
+
 class JobState:
     """All parameters and buffers of a job. Construction and :meth:`stream` are collective over all its ranks."""
 
@@ -67,23 +83,36 @@ class JobState:
             for name, (shape, dtype) in one["buffers"].items():
                 self._buffers.setdefault(name, (shape, getattr(torch, dtype)))
 
-    def sizes(self) -> list[tuple[str, int]]:
-        """Return (name, bytes) of all that :meth:`stream` yields, in its order."""
-        buffers = [(name, math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in self._buffers.items()]
-        return [*((name, one.nbytes) for name, one in self.tensors.items()), *buffers]
+    def without_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield on meta all that :meth:`stream` yields, in its order."""
+        for name, one in self.tensors.items():
+            yield name, _shaped(self._empty(name, "meta"), one)
+        for name, (shape, dtype) in self._buffers.items():
+            yield name, torch.empty(shape, dtype=dtype, device="meta")
 
-    def stream(self, bucket_bytes: int, only: Callable[[str], bool] | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor on the CPU) for all parameters, then for all buffers."""
+    def stream(
+        self, round_bytes: int, only: Callable[[str], bool] | None, root: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor on the CPU) for all parameters, then for all buffers.
+
+        Args:
+            round_bytes: what travels at once.
+            root: the one rank that gets the tensors; the others yield them on meta. None: all ranks get them.
+
+        Memory: ``round_bytes``, and tensors of as many bytes in all or one larger tensor; without tensors ``round_bytes``.
+        """
         wanted = [name for name, one in self.tensors.items() if only is None or any(map(only, one.names))]
-        bucket: list[str] = []
-        held = 0
-        for name in wanted:
-            if bucket and held + self.tensors[name].nbytes > bucket_bytes:
-                yield from self._assembled(bucket)
-                bucket, held = [], 0
-            bucket.append(name)
-            held += self.tensors[name].nbytes
-        yield from self._assembled(bucket)
+        here = root is None or root == self._job.rank
+        whole: dict[str, torch.Tensor] = {}
+        for ranges, done in self._rounds(wanted, max(round_bytes, LEAST_ROUND_BYTES)):
+            self._take(ranges, whole, root)
+            for name in done:
+                if name not in whole:  # without elements, or another rank's
+                    whole[name] = self._empty(name, "cpu" if here else "meta")
+                yield name, _shaped(whole.pop(name), self.tensors[name])
+        yield from self._whole_buffers(only)
+
+    def _whole_buffers(self, only: Callable[[str], bool] | None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, (shape, dtype) in self._buffers.items():
             if only is None or only(name):
                 mine = self._loose.get(name)
@@ -113,53 +142,105 @@ class JobState:
             self.tensors[name] = _Tensor(names, tuple(shape), getattr(torch, dtype), is_complex, ranks)
         self.tensors[name].pieces[rank] = [(part, begin, end) for part, begin, end in pieces]
 
-    def _assembled(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of one bucket, whose pieces travel together, as bytes."""
-        if not names:
+    def _rounds(self, names: list[str], round_bytes: int) -> Iterator[tuple[list[_Range], list[str]]]:
+        """Yield (what travels in one round, the tensors that are whole after it), equal on all ranks. Small tensors share a round;
+        a larger one has rounds of its own, so that no other one is begun before it is handed on."""
+        ranges: list[_Range] = []
+        done: list[str] = []
+        sent = held = 0
+        for name in names:
+            if ranges and held + self.tensors[name].nbytes > round_bytes:
+                yield ranges, done
+                ranges, done, sent, held = [], [], 0, 0
+            for one in self._ranges(name, round_bytes):
+                if ranges and sent + self._bytes(one) > round_bytes:
+                    yield ranges, done
+                    ranges, done, sent = [], [], 0
+                ranges.append(one)
+                sent += self._bytes(one)
+            done.append(name)
+            held += self.tensors[name].nbytes
+        yield ranges, done
+
+    def _ranges(self, name: str, round_bytes: int) -> Iterator[_Range]:
+        """Yield the pieces of a tensor, in turns of the ranks that have them, so that all of these have a part of each round."""
+        one = self.tensors[name]
+        every = [(rank, *piece) for rank, pieces in enumerate(one.pieces) for piece in pieces]
+        most = max(1, round_bytes // max(1, len(every)) // one.dtype.itemsize)
+        for first in range(0, max((end - begin for _, _, begin, end in every), default=0), most):
+            for rank, part, begin, end in every:
+                if begin + first < end:
+                    yield _Range(rank, name, part, begin + first, min(begin + first + most, end))
+
+    def _empty(self, name: str, device: str) -> torch.Tensor:
+        one = self.tensors[name]
+        return torch.empty(one.numel, dtype=one.dtype, device=device)
+
+    def _bytes(self, one: _Range) -> int:
+        return (one.end - one.begin) * self.tensors[one.name].dtype.itemsize
+
+    def _take(self, ranges: list[_Range], whole: dict[str, torch.Tensor], root: int | None) -> None:
+        """Exchange the values of one round, and put those that come here into their tensors."""
+        me = self._job.rank
+        receives = range(self._job.count) if root is None else [root]
+        own = [one for one in ranges if one.rank == me]
+        coming: list[list[_Range]] = [[] for _ in range(self._job.count)]
+        if me in receives:
+            for one in own:
+                self._place(one, self._values(one), whole)
+            for one in ranges:
+                coming[one.rank].append(one)
+            coming[me] = []
+        if self._job.comm is not None:
+            self._exchange_into(whole, own, [rank for rank in receives if rank != me], coming)
+
+    def _exchange_into(
+        self, whole: dict[str, torch.Tensor], own: list[_Range], to: list[int], coming: list[list[_Range]]
+    ) -> None:
+        """Give own ranges to some ranks, and place those that come from each rank."""
+        mine = self._packed(own if to else [])
+        counts = [sum(map(self._bytes, some)) for some in coming]
+        data = torch.empty(sum(counts), dtype=torch.uint8, device="cpu")
+        going = [(mine.data_ptr(), mine.numel()) if rank in to else (0, 0) for rank in range(self._job.count)]
+        self._job.comm.exchange(_ALL_TO_ALL, BYTES, 0, rows_of(data, counts), going)
+        in_order = [one for some in coming for one in some]
+        for one, values in zip(in_order, data.split(list(map(self._bytes, in_order))), strict=bool(in_order)):
+            self._place(one, values, whole)
+
+    def _values(self, one: _Range) -> torch.Tensor:
+        """Return the bytes of a range that this rank has."""
+        return _shard_values(*self._own[one.name], one.begin, one.end).contiguous().view(torch.uint8)
+
+    def _packed(self, own: list[_Range]) -> torch.Tensor:
+        mine, at = torch.empty(sum(map(self._bytes, own)), dtype=torch.uint8, device="cpu"), 0
+        for one in own:
+            mine[at : at + self._bytes(one)] = self._values(one)
+            at += self._bytes(one)
+        return mine
+
+    def _place(self, one: _Range, data: torch.Tensor, whole: dict[str, torch.Tensor]) -> None:
+        """Copy the values of a range to their boxes of the whole tensor."""
+        tensor, held = self.tensors[one.name], self._layout.parts[one.name][one.part]
+        if one.name not in whole:
+            whole[one.name] = self._empty(one.name, "cpu")
+        flat, all_of_it = whole[one.name], whole_of(tensor.shape)
+        if held == all_of_it:
+            flat[one.begin : one.end].view(torch.uint8).copy_(data)
             return
-        lengths = [sum(self._bytes(name, rank) for name in names) for rank in range(self._job.count)]
-        mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        at = 0
-        for name in names:
-            for piece in self.tensors[name].pieces[self._job.rank]:
-                values = _shard_values(*self._own[name], piece).contiguous().view(torch.uint8)
-                mine[at : at + values.numel()] = values
-                at += values.numel()
-        every = torch.empty(len(lengths) * mine.numel(), dtype=torch.uint8, device="cpu")
-        all_gather(self._job.comm, every, mine)
-        places = [rank * mine.numel() for rank in range(len(lengths))]
-        for name in names:
-            yield name, self._whole(name, every, places)
-
-    def _bytes(self, name: str, rank: int) -> int:
-        one = self.tensors[name]
-        return sum(end - begin for _, begin, end in one.pieces[rank]) * one.dtype.itemsize
-
-    def _whole(self, name: str, every: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """Return one tensor; ``places``: where the rest of each rank's bytes begins, moved on by what is read."""
-        one = self.tensors[name]
-        shape = (*one.shape, 2) if one.is_complex else one.shape
-        whole, flat = whole_of(one.shape), torch.empty(one.numel, dtype=one.dtype, device="cpu")
-        for rank, pieces in enumerate(one.pieces):
-            for part, begin, end in pieces:
-                size = (end - begin) * one.dtype.itemsize
-                values = every[places[rank] : places[rank] + size].clone().view(one.dtype)
-                places[rank] += size
-                held = self._layout.parts[name][part]
-                if held == whole:
-                    flat[begin:end] = values
-                    continue
-                for copy in common(held, begin, end, whole, 0, one.numel):
-                    source = values.as_strided(
-                        copy.size, strides_of(held.shape), flat_at(held.shape, copy.source) - begin
-                    )
-                    flat.as_strided(copy.size, strides_of(one.shape), flat_at(one.shape, copy.target)).copy_(source)
-        return torch.view_as_complex(flat.view(shape)) if one.is_complex else flat.view(shape)
+        values = torch.empty(one.end - one.begin, dtype=tensor.dtype, device="cpu")
+        values.view(torch.uint8).copy_(data)  # they lie at any address among the bytes of others
+        for copy in common(held, one.begin, one.end, all_of_it, 0, tensor.numel):
+            source = values.as_strided(copy.size, strides_of(held.shape), flat_at(held.shape, copy.source) - one.begin)
+            at = flat_at(tensor.shape, copy.target)
+            flat.as_strided(copy.size, strides_of(tensor.shape), at).copy_(source)
 
 
-def _shard_values(unit: Unit, entry: Entry, piece: Piece) -> torch.Tensor:
-    """Return a piece out of this rank's shard, in the type of the parameters."""
-    _, begin, end = piece
+def _shaped(flat: torch.Tensor, one: _Tensor) -> torch.Tensor:
+    return torch.view_as_complex(flat.view(*one.shape, 2)) if one.is_complex else flat.view(one.shape)
+
+
+def _shard_values(unit: Unit, entry: Entry, begin: int, end: int) -> torch.Tensor:
+    """Return elements of a local tensor out of this rank's shard, in the type of the parameters."""
     first = entry.offset_elems + begin - unit.begin_elems
     values: Any = unit.params_in.own_shard(unit)[first : first + end - begin]
     found: torch.Tensor = values.tensor() if hasattr(values, "tensor") else values.detach()
