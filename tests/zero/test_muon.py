@@ -74,7 +74,7 @@ def test_equals_torch() -> None:
                 for (name, want), seen in zip(
                     plain.named_parameters(), zeropp.full_state_dict(model).values(), strict=True
                 ):
-                    off = (seen - want.detach()).abs().max().item()
+                    off = (seen - want.detach().cpu()).abs().max().item()
                     assert off <= bound, (stage, step, name, off, bound)
         values = {stage: zeropp.full_state_dict(model) for stage, (model, _) in runs.items()}
         for stage in values:

@@ -73,7 +73,7 @@ def named_full_tensors(
     yield from _own_tensors(engine, bucket_bytes, only)
     for name, buffer in loose_tensors(model):
         if only is None or only(name):
-            yield name, buffer.detach().clone()
+            yield name, _copy_on_cpu(buffer)
 
 
 def _own_tensors(
@@ -83,7 +83,11 @@ def _own_tensors(
         entries = [entry for unit in bucket for entry in unit.params if only is None or any(map(only, entry.names))]
         with gathered([entry.shown for entry in entries]):
             for entry in entries:
-                yield entry.names[0], entry.shown.detach().clone()
+                yield entry.names[0], _copy_on_cpu(entry.shown)
+
+
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _buckets(engine: Engine, bucket_bytes: int) -> Iterator[list[Unit]]:
