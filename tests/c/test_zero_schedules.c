@@ -243,6 +243,8 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce,
     if (steps) zpp_step_in_backward_begin(state->inside, new_groups(), 1.0);
     run_graph(state, step, micro);
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
+    /* The units that are left are stepped by the host. Where they are, it computes too, so it has read them. */
+    if (steps) settle_compute(state);
     if (steps) must(zpp_step_in_backward_close(state->inside, &err), &err, "the steps that are left");
     must(zpp_zero_release_all(state->zero, &err), &err, "release all");
     free_scratch(state);
