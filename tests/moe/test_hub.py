@@ -55,8 +55,9 @@ def counted_reads(seen: list[int]) -> Iterator[None]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
-def test_from_pretrained_reads_a_ranks_own_experts(name: str) -> None:
-    """Of the experts, which GptOss has in one tensor also in its files, each rank reads 1/2; the model is the one that was saved."""
+def test_from_pretrained_reads_a_ranks_own_rows(name: str) -> None:
+    """Of matrices and of experts, which GptOss has in one tensor also in its files, each rank reads 1/2; the model is the one that was
+    saved."""
     import transformers
 
     with on_the_hub(name) as (folder, plain):
@@ -66,16 +67,27 @@ def test_from_pretrained_reads_a_ranks_own_experts(name: str) -> None:
                 folder, dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="eager"
             )
         named = dict(plain.named_parameters())
-        experts = {n for n, p in named.items() if p.dim() == 3}
-        whole = sum(p.nbytes for p in named.values())
-        assert experts
-        assert sum(seen) == whole - sum(named[n].nbytes for n in experts) // 2
+        assert any(p.dim() == 3 for p in named.values())
+        rows = [(p.nbytes, p[0].nbytes) for p in named.values() if p.dim() > 1]
+        wanted = sum(p.nbytes for p in named.values() if p.dim() < 2) + sum(size for size, _ in rows) // 2
+        assert wanted <= sum(seen) <= wanted + sum(row for _, row in rows)  # a row may be cut between ranks
         model, _ = zeropp.prepare(model.train(), None, zeropp.Config(experts=2))
         for path, value in zeropp.full_state_dict(model).items():
             assert path not in named or torch.equal(value, named[path]), path
         ids = batch(0, torch.distributed.get_rank())
         with torch.no_grad():
             torch.testing.assert_close(loss_of(model, ids), loss_of(plain, ids), rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
+def test_from_pretrained_refuses_another_shape() -> None:
+    """Rows are read of a tensor that has the model's shape, so that transformers sees one that has not."""
+    import transformers
+
+    with on_the_hub("Mixtral") as (folder, plain):
+        with pytest.raises(RuntimeError, match=r"size mismatch|shape|mismatched"), zeropp.sharded_init():
+            transformers.AutoModelForCausalLM.from_pretrained(folder, vocab_size=plain.config.vocab_size + 8)
+        of_all_ranks(None)
 
 
 @on_ranks(2)

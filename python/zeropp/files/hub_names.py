@@ -163,13 +163,13 @@ class _Rows:
 def reading_rows(
     wanted: Callable[[Sequence[int]], tuple[int, int]], made: Callable[[torch.Tensor], None]
 ) -> Iterator[None]:
-    """Inside, ``from_pretrained`` reads some rows of each parameter of three dimensions or more, as experts are: those that this rank keeps.
+    """Inside, ``from_pretrained`` reads some rows of each parameter of two dimensions or more: those that this rank keeps.
 
     Args:
         wanted: returns for a shape the first row and the one after the last.
         made: is given each tensor of which only these rows have values.
 
-    Elsewhere in a model, where a rule mixes rows or a quantiser wants them all, tensors are read whole.
+    Tensors are read whole where a rule mixes rows, a quantiser wants them all, or the file has another shape, which transformers refuses.
     """
     core = rules()
     if core is None:
@@ -189,7 +189,7 @@ def reading_rows(
     def rename_rows(self: Any, layer_name: str, model: Any = None, **more: Any) -> Any:
         items, shape = next(iter(self.collected_tensors.values())), _shape_of(self, model, layer_name, more)
         read = getattr(items[0], "rows", None)
-        if shape is None or read is None or len(shape) < 3:
+        if shape is None or read is None or len(shape) < 2 or getattr(items[0], "shape", None) != tuple(shape):
             return before[1](self, layer_name, model=model, **more)
         rows = slice(*wanted(shape))
         items[:] = [lambda: read(rows)]
@@ -201,6 +201,7 @@ def reading_rows(
         job = before[2](pool, tensor, device, dtype, sharding_op=sharding_op, tensor_idx=tensor_idx)
         if pool is None and sharding_op is None and tensor_idx is None:
             job.rows = lambda rows: core._materialize_copy(_Rows(tensor, rows), device, dtype)
+            job.shape = tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
         return job
 
     def placed(found: Mapping[str, Any], shape: torch.Size, first: int) -> dict[str, torch.Tensor]:
