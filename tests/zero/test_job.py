@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import of_all_ranks, on_ranks
+from ranks import of_all_ranks, on_ranks, shards_tier
 from torch import Tensor, nn
 from zeropp.comm import job
 from zeropp.zero.prepare import prepare_over
@@ -108,7 +108,7 @@ def test_delayed() -> None:
 
 @on_ranks(4)
 def test_overflow_is_of_the_job() -> None:
-    """One rank of the second stage overflows: every rank skips, and says which parameter of which rank of the job."""
+    """One rank of the second stage overflows: every rank skips, and says which parameter, and on the CPU of which rank of the job."""
     number, data, ranks = _place()
     model = _stage(number)
     config = zeropp.Config(stage=2, precision="fp16", loss_scale=zeropp.LossScale(init=1024.0))
@@ -118,7 +118,9 @@ def test_overflow_is_of_the_job() -> None:
     optimizer.step()
     scaler = optimizer._engine.scaler
     assert (scaler.scale, scaler.skipped) == (512.0, 1)
-    assert all("rank 3 before the sum" in one for one in scaler.overflow), scaler.overflow
+    # Shards of a GPU learn of the overflow from their sum, which does not tell whose it is.
+    origin = "rank 3 before the sum" if shards_tier() == "cpu" else "on some rank, or in the sum"
+    assert scaler.overflow and all(origin in one for one in scaler.overflow), scaler.overflow
     assert len({tuple(one) for one in of_all_ranks([tuple(scaler.overflow)])}) == 1
     optimizer.zero_grad()
     optimizer.backward(_loss(model, _batch(0, number, data).half()))
