@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 import zeropp
 import zoo
+from data_parallel import data_parallel
 from ranks import on_ranks
 from tiny import MODES, Tiny, vector
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 ALL: dict[str, dict[str, Any]] = {**MODES, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 0": {"stage": 0}}
 MB = 1 << 20
@@ -187,7 +187,7 @@ def evaluation(mode: str) -> None:
 
     model, optimizer, plain = prepared(mode)
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    ddp = DistributedDataParallel(plain)
+    ddp = data_parallel(plain)
     for step in range(3):
         for guard in (torch.no_grad, torch.inference_mode):
             with guard():
@@ -245,7 +245,7 @@ def several(mode: str) -> None:
     _, optimizer = zeropp.prepare(ours[0], torch.optim.AdamW(ours[0].parameters(), lr=1e-2), config)
     for m in ours[1:]:
         zeropp.prepare(m, None, config)
-    ddp = DistributedDataParallel(plain[0])
+    ddp = data_parallel(plain[0])
     for step in range(3):
         losses = []
         for policy, (reference, reward) in ((ddp, plain[1:]), (ours[0], ours[1:])):
