@@ -371,9 +371,11 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
 
 static CUmemGenericAllocationHandle add_handle(int file, size_t bytes, int device, bool exportable) {
     pthread_mutex_lock(&lock);
-    if (handles_made == MOST_HANDLES)
-        sim_fatal("cuMemCreate made %d handles, and there is room for no more", MOST_HANDLES);
-    const int index = handles_made++;
+    int index = handles_made;
+    if (handles_made < MOST_HANDLES) handles_made++;
+    else /* the dead ones are taken again this late, so that the use of a dead one is mostly found */
+        for (index = 0; index < MOST_HANDLES && handles[index].file >= 0;) index++;
+    if (index == MOST_HANDLES) sim_fatal("%d handles of cuMemCreate live, and there is room for no more", index);
     handles[index] = (struct handle){file, bytes, device, exportable};
     pthread_mutex_unlock(&lock);
     return (CUmemGenericAllocationHandle)(FIRST_HANDLE + index);
