@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import Outcome, run_ranks
+from launch import Outcome, run_ranks, survivors
 
 # -- what the ranks do (in processes of their own) ---------------------------------------------------------------------------
 
@@ -190,13 +190,8 @@ class _Signal:
         processes[self.rank].send_signal(self.number)
 
 
-def _survivors(outcomes: list[Outcome], victim: int) -> list[dict[str, Any]]:
-    values = []
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            assert outcome.code == 0, str(outcome)
-            values.append(outcome.value)
-    return values
+def _values_of_survivors(outcomes: list[Outcome], victim: int) -> list[dict[str, Any]]:
+    return [outcome.value for outcome in survivors(outcomes, victim)]
 
 
 @pytest.mark.parametrize(("elems", "victim"), [(4, 0), (4, 2), (3_000_000, 1)])
@@ -204,12 +199,12 @@ def test_killed_rank_is_named_by_all_within_seconds(elems: int, victim: int) -> 
     kill, shared = _Signal(victim, signal.SIGKILL), set(Path("/dev/shm").iterdir())
     outcomes = run_ranks(3, reduce_for_ever, elems, 60.0, timeout=90, watch=kill, check=False)
     assert outcomes[victim].code == -signal.SIGKILL
-    survivors = _survivors(outcomes, victim)
-    for value in survivors:
+    values = _values_of_survivors(outcomes, victim)
+    for value in values:
         assert value["rank"] == victim
         assert f"rank {victim} (process " in value["text"] and "died" in value["text"]
         assert value["at"] - kill.at < 5.0
-        assert value["again"] == value["text"] == survivors[0]["text"]  # one comm error, for all, for ever
+        assert value["again"] == value["text"] == values[0]["text"]  # one comm error, for all, for ever
     left = set(Path("/dev/shm").iterdir()) - shared
     assert not [name for name in left if "zeropp" in name.name or "zpp" in name.name]
 
@@ -217,14 +212,14 @@ def test_killed_rank_is_named_by_all_within_seconds(elems: int, victim: int) -> 
 def test_killed_rank_with_a_child_that_holds_its_sockets() -> None:
     kill = _Signal(1, signal.SIGKILL)
     outcomes = run_ranks(2, children_hold_sockets, timeout=90, watch=kill, check=False)
-    (value,) = _survivors(outcomes, 1)
+    (value,) = _values_of_survivors(outcomes, 1)
     assert value["rank"] == 1 and "died" in value["text"] and value["at"] - kill.at < 5.0
 
 
 def test_killed_rank_in_ddp() -> None:
     kill = _Signal(0, signal.SIGKILL)
     outcomes = run_ranks(2, train_for_ever, timeout=90, watch=kill, check=False)
-    (value,) = _survivors(outcomes, 0)
+    (value,) = _values_of_survivors(outcomes, 0)
     assert "rank 0 (process " in value["text"] and value["at"] - kill.at < 5.0
 
 
@@ -232,7 +227,7 @@ def test_stopped_rank_is_named_after_the_timeout() -> None:
     stop = _Signal(1, signal.SIGSTOP)
     outcomes = run_ranks(3, reduce_for_ever, 4, 3.0, timeout=20, watch=stop, check=False)
     assert outcomes[1].code == -signal.SIGKILL  # by run_ranks, at the end
-    for value in _survivors(outcomes, 1):
+    for value in _values_of_survivors(outcomes, 1):
         assert value["kind"] == "CommTimeoutError" and value["rank"] == 1
         assert (
             "rank 1 of group" in value["text"]
@@ -245,7 +240,7 @@ def test_stopped_rank_is_named_after_the_timeout() -> None:
 @pytest.mark.parametrize("body", [one_returns, one_raises])
 def test_rank_that_ends_is_named(body: Any) -> None:
     outcomes = run_ranks(3, body, timeout=60, check=False)
-    for value in _survivors(outcomes, 1):
+    for value in _values_of_survivors(outcomes, 1):
         assert value["rank"] == 1 and "rank 1 left the group" in value["text"] and "barrier() #" in value["text"]
 
 

@@ -58,6 +58,14 @@ class Outcome:
         return f"rank {self.rank}: exit {self.code} after {self.seconds:.1f} s\n{self.out}{self.err}"
 
 
+def survivors(outcomes: Sequence[Outcome], victim: int) -> list[Outcome]:
+    """Return the outcomes of all ranks but one, once each of them has ended well."""
+    others = [outcome for outcome in outcomes if outcome.rank != victim]
+    for outcome in others:
+        assert outcome.code == 0, str(outcome)
+    return others
+
+
 def _words(what: str | Path | Callable[..., Any], args: Sequence[Any]) -> list[str]:
     if callable(what):
         return ["-c", _CALL.format(path=inspect.getfile(what), name=what.__name__, args=json.dumps(list(args)))]
