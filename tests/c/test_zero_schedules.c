@@ -62,9 +62,8 @@ struct rank_state {
     bool present[MAX_UNITS][MAX_PARAMS];
     void *scratch[1024];        /* gradients that the compute stream still reads */
     size_t scratch_bytes[1024];
-    int scratch_count;
+    int scratch_count, free_count;
     void *free_blocks[64];      /* memory of gathered units, in the order of the compute stream */
-    int free_count;
     size_t block_bytes;
     char path[256]; /* of the gradients */
 };
@@ -243,8 +242,7 @@ static void backward(struct rank_state *state, int step, int micro, bool reduce,
     if (steps) zpp_step_in_backward_begin(state->inside, new_groups(), 1.0);
     run_graph(state, step, micro);
     must(zpp_zero_backward_end(state->zero, &patience, &err), &err, "backward end");
-    /* The units that are left are stepped by the host. Where they are, it computes too, so it has read them. */
-    if (steps) settle_compute(state);
+    if (steps) settle_compute(state); /* the host steps the units that are left, only where it computes too */
     if (steps) must(zpp_step_in_backward_close(state->inside, &err), &err, "the steps that are left");
     must(zpp_zero_release_all(state->zero, &err), &err, "release all");
     free_scratch(state);
