@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -355,43 +355,42 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int 
     plan = plan_files([(name, one.nbytes) for name, one in shapes], file_bytes)
     ranks.only_rank_0(lambda: _make_folder(target))
     for file_name, members in plan.items():
-        pieces = [_next_piece(stream, name, there[name]) for name in members]
-        ranks.all_do(functools.partial(_write_together, target / file_name, pieces, ranks.rank == 0))
+        like = {name: there[name] for name in members}
+        ranks.all_do(functools.partial(_write_next, target / file_name, like, stream, ranks.rank == 0))
     for _ in stream:
         raise AssertionError("the plan covers every tensor")
     ranks.only_rank_0(lambda: write_index(target, plan, sum(one.nbytes for one in there.values())))
     ranks.only_rank_0(lambda: _save_config(model, target))
 
 
-def _next_piece(stream: Iterator[tuple[str, torch.Tensor]], name: str, like: torch.Tensor) -> Piece:
-    """Return a tensor to be written that is taken from a stream when it is its turn."""
+def _write_next(
+    path: Path, like: Mapping[str, torch.Tensor], stream: Iterator[tuple[str, torch.Tensor]], writes: bool
+) -> None:
+    """Write one file of tensors that come next in a stream, each taken when it is its turn. The stream is collective: a rank that
+    does not write takes them too, and so does one whose file fails."""
+    left = iter(like)
 
-    def parts() -> Iterator[torch.Tensor]:
+    def take(name: str) -> torch.Tensor:
         found, tensor = next(stream)
-        assert (found, tensor.shape, tensor.dtype) == (name, like.shape, like.dtype), found
-        yield tensor
+        assert (found, tensor.shape, tensor.dtype) == (name, like[name].shape, like[name].dtype), found
+        return tensor
 
-    return Piece(name, like.dtype, tuple(like.shape), parts)
-
-
-def _write_together(path: Path, pieces: list[Piece], writes: bool) -> None:
-    """Take all pieces of one file from their stream, which is collective: where they are written, also after an error."""
-    left = iter(pieces)
-
-    def taken(piece: Piece) -> Iterator[torch.Tensor]:
-        assert next(left) is piece
-        yield from piece.parts()
+    def parts(name: str) -> Iterator[torch.Tensor]:
+        assert next(left) == name
+        yield take(name)
 
     try:
         if writes:
-            write_file(path, [replace(piece, parts=functools.partial(taken, piece)) for piece in pieces])
+            pieces = [
+                Piece(name, one.dtype, tuple(one.shape), functools.partial(parts, name)) for name, one in like.items()
+            ]
+            write_file(path, pieces)
     except CommError:  # the stream is over
         left = iter(())
         raise
     finally:
-        for piece in left:
-            for _ in piece.parts():
-                pass
+        for name in left:
+            take(name)
 
 
 def _without_values(engine: Engine, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
