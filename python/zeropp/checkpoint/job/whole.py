@@ -97,7 +97,8 @@ class JobState:
 
         Args:
             round_bytes: what travels at once.
-            root: the one rank that gets the tensors; the others yield them on meta. None: all ranks get them.
+            root: the one rank that gets the parameters; the others yield them on meta. None: all ranks get them. All get the
+                buffers, which any rank may have.
 
         Memory: ``round_bytes``, and tensors of as many bytes in all or one larger tensor; without tensors ``round_bytes``.
         """
@@ -116,8 +117,8 @@ class JobState:
         for name, (shape, dtype) in self._buffers.items():
             if only is None or only(name):
                 mine = self._loose.get(name)
-                values = torch.empty(shape, dtype=dtype, device="cpu") if mine is None else mine.detach().clone()
-                values = values.cpu().contiguous()
+                own = None if mine is None else mine.detach().to("cpu", copy=True).contiguous()
+                values = torch.empty(shape, dtype=dtype, device="cpu") if own is None else own
                 broadcast(self._job.comm, values, self._layout.buffers[name])
                 yield name, values
 
