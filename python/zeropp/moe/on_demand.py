@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from zeropp.errors import ConfigError, TierError
+from zeropp.zero.formulas import rounded
 from zeropp.zero.model.forward import WrappedCall
 from zeropp.zero.model.parameter import ref_of
 from zeropp.zero.offload.weight_quant import BLOCK_ELEMS
@@ -156,7 +157,7 @@ class DemandLayer:
             assert ref is not None, "the model is prepared"
             entry, shape = ref.unit.params[ref.index], torch.Size((1, *parameter.shape[1:]))
             self._places[key] = (ref.unit.index, entry.offset_elems, shape, ref.unit.dtype, offset)
-            offset += -(-shape.numel() * ref.unit.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+            offset += rounded(shape.numel() * ref.unit.dtype.itemsize, ALIGN_BYTES)
             self._check_blocks(key, parameter.dim(), shape.numel())
         self.expert_bytes = offset + ALIGN_BYTES
         if self.expert_bytes > cache.most_bytes:
