@@ -164,15 +164,22 @@ zpp_status zpp_counters_signal(zpp_counters *counters, zpp_stream *stream, enum 
     return zpp_stream_signal(stream, &part_of(counters, counters->rank)->words[word].value, value, err);
 }
 
-zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
-                              struct zpp_err *err) {
+zpp_status zpp_counters_await_some(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+                                   const int *ranks, int count, struct zpp_err *err) {
     const uint64_t *words[ZPP_RANKS_MAX];
-    for (int rank = 0; rank < counters->ranks; rank++) words[rank] = &part_of(counters, rank)->words[word].value;
-    const zpp_status status = zpp_stream_await_all(stream, words, (size_t)counters->ranks, value, NULL, err);
+    for (int at = 0; at < count; at++) words[at] = &part_of(counters, ranks[at])->words[word].value;
+    const zpp_status status = zpp_stream_await_all(stream, words, (size_t)count, value, NULL, err);
     uint64_t seen = atomic_load(&counters->awaited[word]);
     while (seen < value && !atomic_compare_exchange_weak(&counters->awaited[word], &seen, value)) {
     }
     return status;
+}
+
+zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+                              struct zpp_err *err) {
+    int all[ZPP_RANKS_MAX];
+    for (int rank = 0; rank < counters->ranks; rank++) all[rank] = rank;
+    return zpp_counters_await_some(counters, stream, word, value, all, counters->ranks, err);
 }
 
 bool zpp_counters_reached(const zpp_counters *counters, enum zpp_counter word, uint64_t value) {

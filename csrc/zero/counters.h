@@ -42,6 +42,9 @@ zpp_status zpp_counters_signal(zpp_counters *counters, zpp_stream *stream, enum 
 /* Make later operations of the stream run after every rank's word reached `value`. */
 zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
                               struct zpp_err *err);
+/* The same for `count` ranks only. */
+zpp_status zpp_counters_await_some(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+                                   const int *ranks, int count, struct zpp_err *err);
 /* True if every rank's word has reached `value` now. */
 bool zpp_counters_reached(const zpp_counters *counters, enum zpp_counter word, uint64_t value);
 /* For kernels: a word of this rank that is not 0 once waits were released. */

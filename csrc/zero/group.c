@@ -81,13 +81,13 @@ static zpp_status check_same(const zpp_zero *zero, const struct zpp_group_spec *
 static zpp_status check_coordinator(const zpp_zero *zero, const char *name, struct zpp_err *err) {
     const bool files = zero->unit_file && zpp_internode(zero->options.comm);
     const char *what = files ? "parameters in files over several hosts" : NULL;
-    if (zero->options.host) what = "an accelerator";
+    if (zero->options.host && zero->unit_file) what = "an accelerator and parameters in files";
     if (zero->sealed || zero->units_count)
         return zpp_fail(err, ZPP_STATE, "zero: group \"%s\" comes after the first unit", name);
     if (!what) return ZPP_OK;
     return zpp_fail(err, ZPP_NOT_BUILT,
-                    "zero: group \"%s\", whose ranks hold different parameters, with %s is not supported yet; use the "
-                    "CPU, and one host or parameters in memory",
+                    "zero: group \"%s\", whose ranks hold different parameters, with %s is not supported yet; keep "
+                    "parameters in memory",
                     name, what);
 }
 

@@ -38,7 +38,7 @@ struct zpp_group_spec {
 void zpp_group_init_all(struct zpp_group *group, int rank, int ranks);
 /* Collective, before units are added; `*index` is the number for struct zpp_unit_spec. INVALID: data ranks that add
  * different groups, parts of different sizes, or numbers that are not 0, 1, ..; NOT_BUILT where the coordinator has one
- * group alone (an accelerator; parameters in files over several hosts). */
+ * group alone (parameters in files, on an accelerator or over several hosts). */
 zpp_status zpp_zero_add_group(struct zpp_zero *zero, const struct zpp_group_spec *spec, int *index,
                               struct zpp_err *err);
 /* `comm`: of the group's ranks, in their order; borrowed until destroy. Over several hosts a group of more than one

@@ -81,16 +81,19 @@ zpp_status zpp_norm_of_unit(const struct zpp_stepper *stepper, int unit, struct 
     return norm_of_shard(stepper, &shard, shard.rank, out, err);
 }
 
+/* The shard that stands for a data rank. With several groups every rank measures its own shards alone. */
+static int shard_of(const struct zpp_stepper *stepper, int unit, int rank) {
+    return stepper->zero->groups_count > 1 ? stepper->units[unit].unit->group->rank : rank;
+}
+
 /* Read a gradient in a file, measure one shard of it and close the gradient again. */
 static zpp_status measure(const struct zpp_stepper *stepper, int unit, int rank, struct zpp_shard_norm *out,
                           struct zpp_err *err) {
     struct zpp_step_shard shard;
     *out = (struct zpp_shard_norm){0.0, -1, -1, 0};
     if (!stepper->units[unit].unit->trainable || !zpp_step_shard_of(stepper, unit, false, &shard)) return ZPP_OK;
-    /* With several groups every rank measures its own shards alone. */
-    if (stepper->zero->groups_count > 1) rank = stepper->units[unit].unit->group->rank;
     zpp_status status = zpp_zero_grad_open(stepper->zero, unit, err);
-    if (status == ZPP_OK) status = norm_of_shard(stepper, &shard, rank, out, err);
+    if (status == ZPP_OK) status = norm_of_shard(stepper, &shard, shard_of(stepper, unit, rank), out, err);
     return status == ZPP_OK ? zpp_zero_grad_close(stepper->zero, unit, err) : status;
 }
 
@@ -150,7 +153,8 @@ static bool make_device_pieces(const struct zpp_stepper *stepper, int first_rank
                                   .params = calloc(most, sizeof *all->params)};
     bool memory = all->segments && all->firsts && all->rows && all->params;
     for (int row = 0; row < units * ranks && memory; row++)
-        memory = append_unit(stepper, row % units, first_rank + row / units, (size_t)row, all);
+        memory = append_unit(stepper, row % units, shard_of(stepper, row % units, first_rank + row / units), (size_t)row,
+                             all);
     return memory;
 }
 

@@ -179,17 +179,20 @@ static zpp_status post(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     return zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
 }
 
-/* Note which parameters have a gradient on any rank. Return the number of buckets, and this rank's shard in each. */
+/* Note which parameters have a gradient on any member of the unit's group. Return the number of buckets, and this rank's
+ * shard in each. */
 static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, const void **sources) {
+    const struct zpp_group *group = grad->unit->group;
     const bool area = grad->area_offset_bytes;
     const size_t stride = area ? zpp_wire_device_stride(zero, grad->unit) : zpp_grad_shard_bytes(grad);
     int count = 0;
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        if (grad->peer_offsets[rank] == ZPP_NO_BUCKET) continue;
+    for (int at = 0; at < group->ranks; at++) {
+        const int rank = group->members[at];
+        if (grad->peer_offsets[at] == ZPP_NO_BUCKET) continue;
         const uint8_t *touched = flags_of(zero, grad, rank);
         for (size_t i = 0; i < grad->unit->params; i++) grad->present[i] |= touched[i];
         sources[count++] =
-            part_of(zero, rank) + grad->peer_offsets[rank] + grad->area_offset_bytes + (size_t)zero->rank * stride;
+            part_of(zero, rank) + grad->peer_offsets[at] + grad->area_offset_bytes + (size_t)group->rank * stride;
     }
     return count;
 }
@@ -204,7 +207,7 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     zpp_status status = zero->store->acquire ? zero->store->acquire(zero, grad, err) : ZPP_OK;
     if (status != ZPP_OK) return status;
     unsigned char *to = grad->shard;
-    if (zero->options.stage == 0) to += (size_t)zero->rank * zpp_grad_shard_bytes(grad);
+    if (zero->options.stage == 0) to += (size_t)unit->group->rank * zpp_grad_shard_bytes(grad);
     struct zpp_sum_op sum = {.dst = to,
                              .src = sources,
                              .sources = count,
@@ -230,10 +233,18 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
     return status;
 }
 
+/* The members have posted their descriptors, and so have enqueued their signals. */
+static zpp_status await_members(zpp_zero *zero, const struct zpp_unit_grad *grad, enum zpp_counter word,
+                                struct zpp_err *err) {
+    const struct zpp_group *group = grad->unit->group;
+    return zpp_counters_await_some(zero->on_device->counters, zero->on_device->sums, word, grad->number, group->members,
+                                   group->ranks, err);
+}
+
 static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
     zpp_status status = zpp_reduce_read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
-    if (status == ZPP_OK) status = zpp_counters_await(on->counters, on->sums, ZPP_COUNTER_WRITTEN, grad->number, err);
+    if (status == ZPP_OK) status = await_members(zero, grad, ZPP_COUNTER_WRITTEN, err);
     if (status == ZPP_OK) status = add_shards(zero, grad, err);
     if (status == ZPP_OK) status = zpp_counters_signal(on->counters, on->sums, ZPP_COUNTER_TAKEN, grad->number, err);
     if (status != ZPP_OK) return status;
@@ -250,13 +261,14 @@ static zpp_status post_shard(zpp_zero *zero, struct zpp_unit_grad *grad, const s
 /* Stage 0: rank r has made shard r, so no rank reads shard r of this bucket any more, and it may be overwritten. */
 static zpp_status copy_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const size_t bytes = zpp_grad_shard_bytes(grad);
+    const struct zpp_group *group = grad->unit->group;
     uint64_t copied_bytes = 0;
     zpp_status status = ZPP_OK;
-    for (int rank = 0; rank < zero->ranks && grad->has && status == ZPP_OK; rank++) {
-        const size_t offset = (size_t)rank * bytes;
-        if (rank == zero->rank) continue;
+    for (int at = 0; at < group->ranks && grad->has && status == ZPP_OK; at++) {
+        const size_t offset = (size_t)at * bytes;
+        if (at == group->rank) continue;
         status = zpp_stream_copy(zero->on_device->sums, grad->shard + offset,
-                                 part_of(zero, rank) + grad->mapping_offset_bytes + offset, bytes, err);
+                                 part_of(zero, group->members[at]) + grad->mapping_offset_bytes + offset, bytes, err);
         copied_bytes += bytes;
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_REDUCE, copied_bytes);
@@ -267,7 +279,7 @@ static zpp_status copy(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     struct zpp_on_device *on = zero->on_device;
     if (!zero->copy_ring) return ZPP_OK;
     zpp_status status = zpp_reduce_read_peers(zero, grad, zero->copy_ring, ZPP_DESC_COPY, grad->copy_seq, wait, err);
-    if (status == ZPP_OK) status = zpp_counters_await(on->counters, on->sums, ZPP_COUNTER_TAKEN, grad->number, err);
+    if (status == ZPP_OK) status = await_members(zero, grad, ZPP_COUNTER_TAKEN, err);
     if (status == ZPP_OK) status = copy_shards(zero, grad, err);
     if (status == ZPP_OK) status = zpp_counters_signal(on->counters, on->sums, ZPP_COUNTER_COPIED, grad->number, err);
     if (status == ZPP_OK) zpp_desc_ring_ack(zero->copy_ring, grad->copy_seq);
@@ -327,7 +339,8 @@ const struct zpp_grad_path zpp_grad_path_device = {
 static void clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
     const struct zpp_unit *unit = grad->unit;
     struct zpp_err ignored = ZPP_ERR_INIT; /* the stream keeps it */
-    const size_t begin_elems = (size_t)zero->rank * unit->shard_elems, end_elems = begin_elems + unit->shard_elems;
+    const size_t begin_elems = (size_t)unit->group->rank * unit->shard_elems;
+    const size_t end_elems = begin_elems + unit->shard_elems;
     const size_t first = larger(unit->offset_elems[param], begin_elems);
     const size_t end = smaller(unit->offset_elems[param] + unit->param_elems[param], end_elems);
     if (!grad->shard || zero->options.stage == 0 || first >= end) return;
@@ -338,7 +351,7 @@ static void clear(zpp_zero *zero, struct zpp_unit_grad *grad, size_t param) {
 static zpp_status add_in_bucket(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     (void)err;
     grad->shard = part_of(zero, zero->rank) + grad->mapping_offset_bytes;
-    if (zero->options.stage > 0) grad->shard += (size_t)zero->rank * zpp_grad_shard_bytes(grad);
+    if (zero->options.stage > 0) grad->shard += (size_t)grad->unit->group->rank * zpp_grad_shard_bytes(grad);
     return ZPP_OK;
 }
 

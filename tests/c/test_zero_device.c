@@ -20,7 +20,7 @@
 #include "sim_gpu.h"
 
 enum {
-    MOST_RANKS = 3,
+    MOST_RANKS = 4,
     UNITS = 5,
     PARAMS = 3,
     STEPS = 3,
@@ -42,6 +42,7 @@ struct shape {
     bool travels_narrow; /* gradients add in fp32 and travel in bf16 */
     int grads_bits;      /* 8 or 4: gradients travel quantised */
     bool measures; /* the norm of all ranks goes into what is computed next; there is no run on the CPU to compare */
+    int parts;     /* units 1 and 3 differ between so many groups of ranks; 0: no unit does */
 };
 
 /* What all ranks share in a run. */
@@ -81,9 +82,21 @@ static void open_devices(struct rank *rank) {
     else CHECK_OK(zpp_device_cuda_create(rank->me->rank, &rank->device, &err));
 }
 
+/* The number of the group in which this rank has another part of a unit than its neighbour; 0: all ranks. */
+static int add_group(struct rank *rank) {
+    const struct shape *shape = &rank->run->shape;
+    struct zpp_err err = ZPP_ERR_INIT;
+    int part_of[MOST_RANKS], group = 0;
+    for (int r = 0; r < shape->ranks && shape->parts; r++) part_of[r] = r % shape->parts;
+    const struct zpp_group_spec spec = {"parts", part_of, 0.0};
+    if (shape->parts) CHECK_OK(zpp_zero_add_group(rank->zero, &spec, &group, &err));
+    return group;
+}
+
 static void add_units(struct rank *rank) {
     const struct shape *shape = &rank->run->shape;
     struct zpp_err err = ZPP_ERR_INIT;
+    const int group = add_group(rank);
     for (int u = 0; u < UNITS; u++) {
         const bool whole = shape->stage < 3 || u == 0; /* a small unit is not sharded */
         char name[16];
@@ -94,6 +107,7 @@ static void add_units(struct rank *rank) {
                                            .params = PARAMS,
                                            .param_elems = param_elems[u],
                                            .trainable = true,
+                                           .group = u % 2 ? group : 0,
                                            .place = whole ? ZPP_PLACE_WHOLE : ZPP_PLACE_SHARD,
                                            .grad_dtype = shape->travels_narrow ? ZPP_F32 : dtype_of(shape),
                                            .wire_dtype = shape->travels_narrow ? ZPP_BF16 : dtype_of(shape)};
@@ -114,14 +128,14 @@ static void settle(struct rank *rank) {
     CHECK_OK(zpp_event_sync(rank->idle, &patience, &err));
 }
 
-/* The same values on all ranks, small and of both signs, exact in bf16. */
+/* The same values on all ranks of a group, small and of both signs, exact in bf16. */
 static void make_initial(struct rank *rank) {
     for (int u = 0; u < UNITS; u++) {
         const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
         unsigned char *values = calloc(unit->elems, unit->elem_bytes);
         CHECK(values != NULL && unit->elems <= MOST_ELEMS);
         for (size_t i = 0; i < unit->elems; i++) {
-            const float value = (float)((int)((i * 7 + (size_t)u * 13) % 23) - 11) / 16;
+            const float value = (float)((int)((i * 7 + (size_t)(u * 13 + unit->group->part * 5)) % 23) - 11) / 16;
             uint32_t bits;
             memcpy(&bits, &value, sizeof bits);
             if (unit->elem_bytes == 4) ((uint32_t *)(void *)values)[i] = bits;
@@ -193,7 +207,7 @@ static void fill(struct rank *rank) {
         const bool whole = unit->place == ZPP_PLACE_WHOLE;
         const size_t shard_bytes = unit->shard_elems * unit->elem_bytes;
         CHECK_OK(zpp_stream_copy(rank->compute, whole ? unit->whole : unit->shard,
-                                 whole ? values : values + (size_t)rank->me->rank * shard_bytes,
+                                 whole ? values : values + (size_t)unit->group->rank * shard_bytes,
                                  whole ? unit->elems * unit->elem_bytes : shard_bytes, &err));
     }
     CHECK_OK(zpp_stream_fill(rank->compute, rank->state, 0, STATE * 4, &err));
@@ -280,11 +294,12 @@ static void update(struct rank *rank) {
         const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
         const uint8_t *present = NULL;
         const unsigned char *grad = zpp_zero_grad_shard(rank->zero, u, &present);
-        const size_t begin = whole ? 0 : (size_t)rank->me->rank * unit->shard_elems;
+        const int shard = whole ? 0 : unit->group->rank;
+        const size_t begin = (size_t)shard * unit->shard_elems;
         struct zpp_unit shape = *unit;
         struct zpp_piece pieces[PARAMS];
         if (whole) shape.shard_elems = shape.elems;
-        const size_t count = grad ? zpp_unit_pieces(&shape, whole ? 0 : rank->me->rank, pieces) : 0;
+        const size_t count = grad ? zpp_unit_pieces(&shape, shard, pieces) : 0;
         for (size_t i = 0; i < count; i++) {
             const size_t at = (pieces[i].offset_elems - begin) * unit->elem_bytes;
             if (!present[pieces[i].param]) continue;
@@ -334,18 +349,18 @@ static void train_step(struct rank *rank, int step) {
 /* Of each rank, its parameters without what lies between them: whole units, and shards. */
 static void collect_result(struct rank *rank) {
     struct zpp_err err = ZPP_ERR_INIT;
-    const int r = rank->me->rank;
-    unsigned char *at = rank->run->result + (size_t)r * RESULT_BYTES;
+    unsigned char *at = rank->run->result + (size_t)rank->me->rank * RESULT_BYTES;
     unsigned char *copy = malloc(MOST_ELEMS * 4);
     CHECK(copy != NULL);
     for (int u = 0; u < UNITS; u++, at += MOST_ELEMS * 4) {
         const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
         const bool whole = unit->place == ZPP_PLACE_WHOLE;
-        const size_t begin = whole ? 0 : (size_t)r * unit->shard_elems;
+        const int shard = whole ? 0 : unit->group->rank;
+        const size_t begin = (size_t)shard * unit->shard_elems;
         struct zpp_piece pieces[PARAMS];
         struct zpp_unit shape = *unit;
         if (whole) shape.shard_elems = shape.elems;
-        const size_t count = zpp_unit_pieces(&shape, whole ? 0 : r, pieces);
+        const size_t count = zpp_unit_pieces(&shape, shard, pieces);
         CHECK_OK(zpp_stream_copy(rank->compute, copy, whole ? unit->whole : unit->shard,
                                  shape.shard_elems * unit->elem_bytes, &err));
         settle(rank);
@@ -454,26 +469,32 @@ static void draw_schedules(uint64_t *bits, int ranks, uint64_t seed) {
 }
 
 static const struct shape shapes[] = {
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, false},
-    {3, 3, true, false, 2000, 6000, false, false, 0, false},
-    {2, 3, false, true, 0, 8000, false, false, 0, false},
-    {2, 2, false, false, 0, 0, false, false, 0, false},
-    {3, 2, false, true, 0, 9000, false, false, 0, false},
-    {2, 1, false, false, 0, 0, false, false, 0, false},
-    {3, 1, true, true, 0, 0, false, false, 0, false},
-    {2, 0, false, false, 0, 0, false, false, 0, false},
-    {3, 0, true, false, 0, 0, false, false, 0, false},
-    {2, 2, false, false, 1 << 20, 0, false, false, 0, false},
-    {2, 0, false, false, 1 << 20, 0, false, false, 0, false},
-    {2, 3, false, false, 3000, 0, false, false, 0, false},
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, true},
-    {2, 3, false, false, 1 << 20, 0, false, false, 8, false},
-    {3, 2, false, true, 0, 9000, false, false, 4, false},
-    {3, 3, true, true, 2000, 6000, false, false, 8, false},
-    {2, 3, false, false, 1 << 20, 0, false, true, 0, false},
-    {3, 1, false, true, 0, 0, false, true, 0, false},
-    {2, 0, false, false, 0, 0, false, true, 0, false},
-    {3, 2, false, true, 0, 9000, false, true, 0, false},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0},
+    {3, 3, true, false, 2000, 6000, false, false, 0, false, 0},
+    {2, 3, false, true, 0, 8000, false, false, 0, false, 0},
+    {2, 2, false, false, 0, 0, false, false, 0, false, 0},
+    {3, 2, false, true, 0, 9000, false, false, 0, false, 0},
+    {2, 1, false, false, 0, 0, false, false, 0, false, 0},
+    {3, 1, true, true, 0, 0, false, false, 0, false, 0},
+    {2, 0, false, false, 0, 0, false, false, 0, false, 0},
+    {3, 0, true, false, 0, 0, false, false, 0, false, 0},
+    {2, 2, false, false, 1 << 20, 0, false, false, 0, false, 0},
+    {2, 0, false, false, 1 << 20, 0, false, false, 0, false, 0},
+    {2, 3, false, false, 3000, 0, false, false, 0, false, 0},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, true, 0},
+    {2, 3, false, false, 1 << 20, 0, false, false, 8, false, 0},
+    {3, 2, false, true, 0, 9000, false, false, 4, false, 0},
+    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0},
+    {2, 3, false, false, 1 << 20, 0, false, true, 0, false, 0},
+    {3, 1, false, true, 0, 0, false, true, 0, false, 0},
+    {2, 0, false, false, 0, 0, false, true, 0, false, 0},
+    {3, 2, false, true, 0, 9000, false, true, 0, false, 0},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 2},
+    {4, 3, false, false, 2000, 6000, false, false, 0, false, 2},
+    {4, 2, true, true, 0, 9000, false, false, 0, false, 2},
+    {2, 1, false, false, 0, 0, false, false, 0, false, 2},
+    {4, 0, false, false, 0, 0, false, false, 0, false, 2},
+    {4, 3, false, false, 1 << 20, 0, false, false, 8, false, 2},
 };
 enum { SHAPES = sizeof shapes / sizeof shapes[0] };
 
@@ -623,7 +644,7 @@ static void run_fault(struct test_rank *me) {
 
 static void a_rank_that_stops_ends_the_waits_for_it(void) {
     for (int aborts = 0; aborts < 2; aborts++) {
-        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false, 0, false}},
+        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0}},
                               .aborts = aborts};
         atomic_store(&goes_on, 0);
         SIM(sim_set_schedule)(0, 0);
@@ -653,7 +674,7 @@ static void one_rank_shards_nothing_on_its_device(void) {
 }
 
 int main(int argc, char **argv) {
-    setenv("SIM_DEVICES", "3", 1);
+    setenv("SIM_DEVICES", "4", 1);
     setenv("SIM_IDLE_MS", "200", 1);
     sim_gpu_load();
 #ifdef ZPP_UNDER_TSAN

@@ -29,21 +29,23 @@ static void locate(zpp_zero *zero, struct zpp_unit *unit) {
 
 static zpp_status copy_shards(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
+    const struct zpp_group *group = unit->group;
     zpp_status status = ZPP_OK;
-    for (int rank = 0; rank < zero->ranks && status == ZPP_OK; rank++) {
-        const unsigned char *shard = zpp_params_of_rank(zero, rank) + unit->region_offset_bytes;
-        status = zpp_stream_copy(zero->gather, zpp_unit_shard_of_whole(unit, rank), shard, bytes, err);
+    for (int at = 0; at < group->ranks && status == ZPP_OK; at++) {
+        const unsigned char *shard = zpp_params_of_rank(zero, group->members[at]) + unit->region_offset_bytes;
+        status = zpp_stream_copy(zero->gather, zpp_unit_shard_of_whole(unit, at), shard, bytes, err);
     }
-    if (status == ZPP_OK && zero->ranks > 1)
-        zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    if (status == ZPP_OK && group->ranks > 1)
+        zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(group->ranks - 1));
     return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;
 }
 
 /* This rank's part of the whole unit, to its shard. */
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
-    zpp_status status = zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, zero->rank),
-                                        zpp_unit_shard_bytes(unit), err);
+    zpp_status status =
+        zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, unit->group->rank),
+                        zpp_unit_shard_bytes(unit), err);
     if (status == ZPP_OK) status = zpp_event_record(unit->allocated, zero->compute, err);
     return status == ZPP_OK ? zpp_event_sync(unit->allocated, &patience, err) : status;
 }

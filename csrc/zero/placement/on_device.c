@@ -113,7 +113,7 @@ static void locate_shard(zpp_zero *zero, struct zpp_unit *unit) {
 
 static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
     unit->whole = part_of(zero, unit, zero->rank);
-    unit->shard = zpp_unit_shard_of_whole(unit, zero->rank);
+    unit->shard = zpp_unit_shard_of_whole(unit, unit->group->rank);
 }
 
 /* --- gathers ------------------------------------------------------------------------------------------------------ */
@@ -121,14 +121,15 @@ static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
 /* Copy shards to the whole unit, from shard 0 of each part on or from the same shard of a whole unit there. */
 static zpp_status copy_shards(zpp_zero *zero, const struct zpp_unit *unit, bool from_whole, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
+    const struct zpp_group *group = unit->group;
     zpp_status status = await_stepped(zero, err);
-    for (int rank = 0; rank < zero->ranks && status == ZPP_OK; rank++) {
-        const size_t offset = from_whole ? (size_t)rank * bytes : 0;
-        if (from_whole && rank == zero->rank) continue;
-        status = zpp_stream_copy(zero->gather, zpp_unit_shard_of_whole(unit, rank), part_of(zero, unit, rank) + offset,
-                                 bytes, err);
+    for (int at = 0; at < group->ranks && status == ZPP_OK; at++) {
+        const size_t offset = from_whole ? (size_t)at * bytes : 0;
+        if (from_whole && at == group->rank) continue;
+        status = zpp_stream_copy(zero->gather, zpp_unit_shard_of_whole(unit, at),
+                                 part_of(zero, unit, group->members[at]) + offset, bytes, err);
     }
-    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(zero->ranks - 1));
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(group->ranks - 1));
     return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;
 }
 
@@ -147,8 +148,9 @@ static zpp_status wait_for_compute(zpp_zero *zero, struct zpp_unit *unit, struct
 }
 
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const zpp_status status = zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, zero->rank),
-                                              zpp_unit_shard_bytes(unit), err);
+    const zpp_status status =
+        zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, unit->group->rank),
+                        zpp_unit_shard_bytes(unit), err);
     return status == ZPP_OK ? wait_for_compute(zero, unit, err) : status;
 }
 
