@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from disk import scratch
-from ranks import of_all_ranks, on_ranks
+from ranks import of_all_ranks, on_ranks, shards_tier
 from torch import Tensor, nn
 from zeropp.zero.model.boxes import hold
 from zeropp.zero.model.spread import Spread
@@ -50,7 +50,8 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
         ctx.group = group
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, mine.contiguous(), group=group)
+        # A device without collectives of its own counts this as a write of its input.
+        dist.all_gather(every, mine.clone(), group=group)
         return torch.cat(every)
 
     @staticmethod
@@ -246,7 +247,9 @@ def test_overflow_is_named() -> None:
     optimizer.backward((model(_batch(0, dist.get_rank()).half()) ** 2).mean())
     optimizer.step()
     scaler = optimizer._engine.scaler
-    assert scaler.overflow == ["'0.experts.up' (rank 1 before the sum)"]
+    # Shards of a GPU learn of the overflow from their sum, which does not tell whose it is.
+    origin = "rank 1 before the sum" if shards_tier() == "cpu" else "on some rank, or in the sum"
+    assert scaler.overflow == [f"'0.experts.up' ({origin})"]
     assert scaler.skipped == 1
 
 
