@@ -152,9 +152,10 @@ static bool make_device_pieces(const struct zpp_stepper *stepper, int first_rank
                                   .rows = calloc(most, sizeof *all->rows),
                                   .params = calloc(most, sizeof *all->params)};
     bool memory = all->segments && all->firsts && all->rows && all->params;
-    for (int row = 0; row < units * ranks && memory; row++)
-        memory = append_unit(stepper, row % units, shard_of(stepper, row % units, first_rank + row / units), (size_t)row,
-                             all);
+    for (int row = 0; row < units * ranks && memory; row++) {
+        const int shard = shard_of(stepper, row % units, first_rank + row / units);
+        memory = append_unit(stepper, row % units, shard, (size_t)row, all);
+    }
     return memory;
 }
 

@@ -179,8 +179,8 @@ static zpp_status post(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
     return zpp_desc_ring_post(zero->ring, &desc, wait, &grad->seq, err);
 }
 
-/* Note which parameters have a gradient on any member of the unit's group. Return the number of buckets, and this rank's
- * shard in each. */
+/* Note which parameters have a gradient on any member of the unit's group. Return the number of buckets, and this
+ * rank's shard in each. */
 static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, const void **sources) {
     const struct zpp_group *group = grad->unit->group;
     const bool area = grad->area_offset_bytes;
