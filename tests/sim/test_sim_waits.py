@@ -15,7 +15,9 @@ import test_sim_offload
 import test_sim_on_device
 
 ROOT = Path(__file__).resolve().parents[2]
-CALL = re.compile(r"\b(zpp_event_sync|zpp_stream_wait|zpp_counters_await|zpp_stream_await(?:_all)?)\(")
+CALL = re.compile(
+    r"\b(zpp_event_sync|zpp_stream_wait|zpp_counters_await(?:_some)?|await_members|zpp_stream_await(?:_all)?)\("
+)
 FUNCTION = re.compile(r"^[a-z][\w ]*[ *](\w+)\([^;]*$")
 
 ON_HOST = "of operations on the host alone: tests/c/test_zero_schedules.c"
@@ -48,7 +50,10 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/placement/nvme_up.c", "stage"): ("a staging waits for the copy from it",),
     ("csrc/zero/placement/nvme_up.c", "wait_gather"): (NOT_YET, "computation waits for the copy up from a file"),
     ("csrc/zero/placement/nvme_up.c", "keep_shard"): (NOT_YET, "the shard in a file waits for the values at set-up"),
-    ("csrc/zero/counters.c", "zpp_counters_await"): ("sums wait for written",),  # and all others that await a counter
+    # what every wait for a counter goes through
+    ("csrc/zero/reduce_device.c", "await_members"): ("sums wait for written",),
+    ("csrc/zero/counters.c", "zpp_counters_await"): ("a bucket waits for taken",),
+    ("csrc/zero/counters.c", "zpp_counters_await_some"): ("sums wait for written",),
 }
 """By file and function: names of WAITS, of mutants of test_zero_device.c, or of a C test; one for each call."""
 HOST_FILES = {
