@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 
-import pytest
 import torch
 import torch.distributed as dist
 import zeropp
@@ -15,7 +13,6 @@ from memory import Peak, resident_bytes
 from ranks import on_ranks
 from torch import nn
 from zeropp.errors import ConfigError, PartitionedParameterError
-from zeropp.zero.model import init
 from zeropp.zero.model.init import is_sharded, materialise, sharded_init
 
 
@@ -120,22 +117,6 @@ def test_values_are_those_of_plain_construction() -> None:
     tied = built(TiedGPT)
     assert tied.head.weight is tied.tokens.weight
     assert built(Odd).sum == Odd_sum()
-
-
-@on_ranks(2)
-def test_held() -> None:
-    """A backend whose thread keeps a result beyond its wait, on one rank only: for less and for more than is waited for."""
-    gather = init._all_gather
-    for seconds in (0.002, 10 * init.HELD_S):
-
-        def held(whole: torch.Tensor, mine: torch.Tensor, seconds: float = seconds) -> None:
-            gather(whole, mine)
-            if dist.get_rank() == 1:
-                threading.Timer(seconds, lambda kept: None, [whole]).start()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(init, "_all_gather", held)
-            assert built(Odd, window_bytes=0).sum == Odd_sum()
 
 
 def Odd_sum() -> float:

@@ -18,14 +18,12 @@ Cost: peak memory is the shards plus ``window_bytes`` or 9/8 of the largest para
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import mmap
 import os
 import secrets
 import tempfile
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +40,7 @@ from torch.nn.modules.module import (
 )
 
 from zeropp.comm.collective import all_gather, broadcast
+from zeropp.comm.group import communicator
 from zeropp.comm.job import JobRanks
 from zeropp.comm.rendezvous import all_come
 from zeropp.config import Folders, folders
@@ -56,7 +55,6 @@ OWN_PAGES_BYTES = 64 << 10
 # transformers' from_pretrained else has threads that read ahead, up to all of the model.
 _READ_ALONE = "HF_DEACTIVATE_ASYNC_LOAD"
 DIGEST_ELEMS = 1 << 18  # torch copies what it sums in a wider type; so much of it stays in the cache
-HELD_S = 0.1  # how long the backend that gathered a value may hold it
 
 _T: Any = torch.Tensor  # Any: its descriptors are read here, not its values
 # What a sharded parameter answers, inside and outside of the context. Strides are not among them: while sharded they
@@ -88,9 +86,6 @@ _OVERWRITING_INITS = """
 _OVERWRITES = {getattr(_T, name) for name in _OVERWRITING_METHODS.split()} | {
     getattr(nn.init, name) for name in _OVERWRITING_INITS.split()
 }
-_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # the second name is the older one
 
 
 @dataclass
@@ -130,14 +125,17 @@ class _Sharers:
         world_rank = dist.get_rank() if dist.is_initialized() else 0
         return world_rank if self.world else 0 if self.comm is None else int(self.comm.rank)
 
+    @property
+    def _core(self) -> Any:
+        if not self.world:
+            return self.comm
+        return communicator() if _ranks() > 1 else None
+
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        (_all_gather if self.world else functools.partial(all_gather, self.comm))(whole, mine)
+        all_gather(self._core, whole, mine)
 
     def broadcast(self, values: torch.Tensor) -> None:
-        if self.world:
-            dist.broadcast(values.view(torch.uint8), 0)
-        else:
-            broadcast(self.comm, values)
+        broadcast(self._core, values)
 
 
 def sharers_of(ranks: JobRanks | None) -> _Sharers:
@@ -576,20 +574,8 @@ def _gather(parameter: torch.Tensor) -> torch.Tensor:
         return mine[:numel].clone()
     whole = torch.empty(mine.numel() * sharers.ranks, dtype=mine.dtype, device=mine.device)
     if whole.numel():
-        sharers.all_gather(whole.view(torch.uint8), mine.view(torch.uint8))
-        whole = _without_other_holders(whole)
+        sharers.all_gather(whole, mine)
     return whole[:numel]
-
-
-def _without_other_holders(gathered: torch.Tensor) -> torch.Tensor:
-    """Wait until nothing else holds a result, or copy it: a backend's own thread may let go of it a moment after its wait. Whether a
-    parameter goes depends on its holders and must be the same on every rank, or one gathers what another still has."""
-    give_up = time.monotonic() + HELD_S
-    while not _is_alone(gathered):
-        if time.monotonic() > give_up:
-            return gathered.clone()
-        time.sleep(0)
-    return gathered
 
 
 def _digest(values: torch.Tensor) -> int:
