@@ -71,7 +71,7 @@ class Layer:
         rows, plan = zeropp.moe.dispatch(x, self.chosen[self.rank], EXPERTS, exchange=exchange, layer=layer)
         made = torch.cat([
             torch.nn.functional.silu(part @ of[:INNER].t()) * (part @ of[INNER:].t()) @ out.t()
-            for part, of, out in zip(rows.tensor_split(plan.ends[:-1].long()), gate_up, down, strict=True)
+            for part, of, out in zip(rows.tensor_split(plan.ends[:-1].long().cpu()), gate_up, down, strict=True)
         ])  # fmt: skip
         y = zeropp.moe.combine(made, plan, weights)
         return [y.detach(), *torch.autograd.grad(y, leaves, self.grads[self.rank], allow_unused=True)]

@@ -38,7 +38,7 @@ def reference(
 def compare(got: Tensor | None, wanted: Tensor, what: str) -> None:
     assert got is not None, what
     assert got.shape == wanted.shape, what
-    error = (got - wanted).abs().max().item()
+    error = (got.cpu() - wanted.cpu()).abs().max().item()
     assert error <= BOUND * max(wanted.abs().max().item(), 1e-3), (what, error, wanted.abs().max().item())
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import zeropp
 from expert_parity import BOUND, compare, parity, reference
 from moe_models import batch, loss_of
-from ranks import of_all_ranks, on_ranks
+from ranks import of_all_ranks, on_cpu_only, on_ranks, shards_tier
+from tiny import refused_step
 from torch import Tensor
 
 MODELS = ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "NemotronH")
@@ -38,6 +40,7 @@ def test_slices_of_other_models(name: str, implementation: str) -> None:
 @on_ranks(2)
 def test_stock_expert_parallelism() -> None:
     """transformers' own expert parallelism over FSDP2, with zeropp's exchange: gradients of one process."""
+    on_cpu_only("transformers makes its own group, which knows no simulated GPU")
     import transformers
     import zeropp.hf  # noqa: F401  registers the name
     from transformers.distributed import DistributedConfig
@@ -295,7 +298,10 @@ def test_states_and_gradients_on_disk() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_errors_name_the_expert(stage: int) -> None:
-    """A gradient that is not finite is named with the number that its expert has in the model, whoever has that expert."""
+    """A gradient that is not finite is named with the number that its expert has in the model, whoever has that expert.
+
+    Sums on GPUs tell neither the expert nor the rank.
+    """
     path, rank = "model.layers.1.mlp.experts.gate_up_proj", torch.distributed.get_rank()
 
     def spoil(gradient: Tensor, first: int) -> Tensor:
@@ -310,7 +316,7 @@ def test_errors_name_the_expert(stage: int) -> None:
         (zeropp.Experts(parallel=2, slices=2), {}, "rank 1 before the sum"),
         (2, {"step_in_backward": True}, "rank 1 before the sum"),
     ):
-        if stage == 0 and more:
+        if more and (stage == 0 or shards_tier() == "device"):
             continue
         model = moe_models.build("Mixtral", "grouped_mm")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -322,11 +328,12 @@ def test_errors_name_the_expert(stage: int) -> None:
         entry.param.register_hook(
             lambda g, first=first, n=per_expert: spoil(g.unflatten(0, (-1, n)), first).flatten(0, 1)
         )
-        expected = rf"'{path}\[3\]' \({who}\)"
+        expected = (
+            rf"'{path}\[3\]' \({who}\)" if shards_tier() == "cpu" else rf"'{path}' \(on some rank, or in the sum\)"
+        )
         if not more:
             loss_of(model, batch(0, rank)).backward()
-            with pytest.raises(zeropp.Error, match=expected):
-                optimizer.step()
+            assert re.search(expected, refused_step(optimizer))
             continue
         loss_of(model, batch(0, rank)).backward()
         with pytest.raises(zeropp.Error, match=expected if rank == 1 else "rank 1: .*not finite"):

@@ -345,6 +345,15 @@ void record_stream(at::Tensor &tensor, c10::Stream stream) {
     DeviceMemory::get()->recordStream(tensor.storage().data_ptr(), stream);
 }
 
+// CUDA counts integers too, the kernel of the CPU floats only.
+void histc(const c10::OperatorHandle &op, Stack *stack) {
+    c10::IValue &values = (*stack)[stack->size() - op.schema().arguments().size()];
+    const at::ScalarType type = values.toTensor().scalar_type();
+    if (at::isIntegralType(type, false)) values = values.toTensor().to(at::kDouble);
+    run(op, stack);
+    stack->back() = stack->back().toTensor().to(type);
+}
+
 // Attention by its formula: the CPU's flash kernel has another signature than the devices'.
 int64_t attention_kind(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &,
                        double, bool, std::optional<double>, bool) {
@@ -373,6 +382,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_local_scalar_dense", item);
     m.impl("record_stream", record_stream);
     m.impl("_fused_sdp_choice", attention_kind);
+    m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
     // Without this line torch takes a formula of other operators, whose bits are not those of the CPU.
     m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run>());
 }

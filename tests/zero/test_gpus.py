@@ -147,7 +147,7 @@ def test_parameters_come_to_a_device_and_stay_the_same_objects() -> None:
     weight, values = model.weight, model.weight.detach().clone()
     weight.note = "kept"  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gpus.bring_parameters(model, torch.device("sim:0"))
+    gpus.bring_parameters(model.parameters(), torch.device("sim:0"))
     assert model.weight is weight is optimizer.param_groups[0]["params"][0]
     assert weight.device.type == "sim" and weight.requires_grad and weight.is_leaf
     assert weight.note == "kept"  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zeropp import _C
 from zeropp.comm.group import arena_tensor, communicator, dtype_code, link_to_job
-from zeropp.errors import NotBuiltError
 from zeropp.moe.hosts import Network, Phase, Route, begin, end, register_operators, route
 from zeropp.moe.shared import JOIN
 from zeropp.ops import checks
@@ -74,7 +73,7 @@ class Exchange:
         It is memory that was used before where there is some, so touching it costs no page faults.
         """
         if self.here == 1:
-            return torch.empty(rows, width, dtype=dtype)
+            return torch.empty(rows, width, dtype=dtype, device="cpu")
         return arena_tensor(self.comm, (rows, width), dtype, here=True)
 
 
@@ -113,7 +112,8 @@ def dispatch(
     """Return the rows of this rank's experts out of the tokens of all ranks, grouped by expert. Differentiable.
 
     Reads (k + 1) / R rows a token from the peers' memory and writes k / R, and publishes one copy of its own tokens.
-    Collective over the exchange's ranks, which may have different numbers of tokens, also none.
+    Collective over the exchange's ranks, which may have different numbers of tokens, also none. Tokens on a GPU are
+    copied to host memory, and rows back to that GPU, which the host waits for; so are those of :func:`combine`.
 
     Args:
         hidden: (T, W) tokens; fp32, bf16 or fp16; T may differ between ranks, W and dtype may not.
@@ -129,7 +129,6 @@ def dispatch(
     Raises:
         TypeError, ValueError: a wrong argument, or an expert out of range.
         zeropp.CommError: a peer died, or is at another layer or call, or has another k, width or dtype.
-        zeropp.NotBuiltError: a tensor on a device.
     """
     name = "zeropp.moe.dispatch"
     _check_rows(name, "hidden", hidden)
@@ -142,11 +141,15 @@ def dispatch(
         )
     checks.check_whole(name, "experts", experts)
     one = _local() if exchange is None else exchange
-    choices = chosen.to(torch.int32).contiguous()
+    rows, plan = _dispatch(hidden.contiguous().cpu(), chosen.to("cpu", torch.int32).contiguous(), experts, one, layer)
+    return rows.to(hidden.device), plan._replace(ends=plan.ends.to(hidden.device))
+
+
+def _dispatch(hidden: Tensor, chosen: Tensor, experts: int, one: Exchange, layer: int) -> tuple[Tensor, RowPlan]:
+    """The dispatch of tokens in memory of the host."""
     if one.network is None:
-        return _gather(hidden.contiguous(), choices, experts, one, layer)
-    hidden = hidden.contiguous()
-    way = route(choices, hidden, experts, one.network, layer)
+        return _gather(hidden, chosen, experts, one, layer)
+    way = route(chosen, hidden, experts, one.network, layer)
     ticket = begin(hidden, way, Phase.DISPATCH, one.network)
     return _gather(end(ticket, hidden, way, Phase.DISPATCH, one.network), way.chosen, experts, one, layer, way)
 
@@ -198,12 +201,17 @@ def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tenso
         raise ValueError(f"{name}: {rows.shape[0]} rows, wanted {plan.taken.shape[0]} as the dispatch returned")
     weighted = weights is not None
     if weights is None:
-        weights = rows.new_empty(0, dtype=torch.float32)
+        weights = torch.empty(0, dtype=torch.float32, device="cpu")
     else:
         wanted = (plan.slots.shape[0] if plan.route is None else plan.route.slots.shape[0], plan.slots.shape[1])
         if weights.shape != wanted:
             raise ValueError(f"{name}: weights has shape {tuple(weights.shape)}, wanted {wanted}")
-    weights, network = weights.float().contiguous(), plan.exchange.network
+    return _combine(rows.contiguous().cpu(), plan, weights.cpu().float().contiguous(), weighted).to(rows.device)
+
+
+def _combine(rows: Tensor, plan: RowPlan, weights: Tensor, weighted: bool) -> Tensor:
+    """The combine of rows in memory of the host."""
+    network = plan.exchange.network
     if plan.route is None or network is None:
         return _sum(rows, plan, weights, weighted)
     if weighted:
@@ -315,11 +323,8 @@ def _kept() -> frozenset[Any]:
 def _check_rows(name: str, label: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: {label} is a {type(tensor).__name__}, wanted a tensor")
-    if tensor.device.type != "cpu":
-        raise NotBuiltError(
-            f"{name}: {label} is on {tensor.device}; rows are exchanged in host memory only, so move the layer to the "
-            "cpu, use zeropp.ops.moe_dispatch on one GPU, or under transformers ep_implementation='auto'"
-        )
+    if tensor.is_meta:
+        raise ValueError(f"{name}: {label} is on meta, wanted a tensor with values, on the cpu or a GPU")
     if tensor.dim() != 2 or tensor.shape[1] == 0 or tensor.dtype not in checks.FLOATS:
         raise ValueError(
             f"{name}: {label} is {tensor.dtype} {tuple(tensor.shape)}, wanted rows (N, W) of float32, bfloat16 or float16"
@@ -333,10 +338,10 @@ def _run_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer:
     k = chosen.shape[1]
     n = one.core.dispatch_begin(layer, x.data_ptr(), chosen.data_ptr(), tokens, width, k, experts, dtype_code(x.dtype))
     rows = one.empty(n, width, x.dtype)
-    ends = torch.empty(experts // one.here, dtype=torch.int32)
-    taken = torch.empty(n, 2, dtype=torch.int32)
-    slots = torch.empty(tokens, k, dtype=torch.int64)
-    numbers = torch.empty(_C.ROWS_NUMBERS + 3 * one.here, dtype=torch.int64)
+    ends = torch.empty(experts // one.here, dtype=torch.int32, device="cpu")
+    taken = torch.empty(n, 2, dtype=torch.int32, device="cpu")
+    slots = torch.empty(tokens, k, dtype=torch.int64, device="cpu")
+    numbers = torch.empty(_C.ROWS_NUMBERS + 3 * one.here, dtype=torch.int64, device="cpu")
     parts = (numbers, ends, taken, slots, rows)
     one.core.dispatch_end(*(part.data_ptr() for part in parts))
     return rows, ends, slots, taken, numbers, x.new_empty(0)

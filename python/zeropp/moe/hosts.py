@@ -69,7 +69,7 @@ class Network:
         self.comm, self.empty, self.narrow = comm, empty, narrow
         self.ranks: int = comm.ranks
         self.hosts: int = comm.hosts
-        self.host_of = torch.tensor(comm.host_of, dtype=torch.int32)
+        self.host_of = torch.tensor(comm.host_of, dtype=torch.int32, device="cpu")
         self.elsewhere = [int(host != comm.host_of[comm.rank]) for host in comm.host_of]
         self.calls: collections.Counter[int] = collections.Counter()
         self.transits: dict[int, _Transit] = {}
@@ -81,7 +81,7 @@ class Network:
         """Return in how many pieces the tokens of a call go, the same on all ranks; for "auto" collective."""
         if isinstance(chunks, int):
             return chunks
-        most = torch.tensor([hidden.numel() * hidden.element_size()])
+        most = torch.tensor([hidden.numel() * hidden.element_size()], device="cpu")
         self.comm.all_reduce(most.data_ptr(), 1, DTYPE_CODES[torch.int64], _MAX)
         return max(1, min(_MOST_PIECES, int(most) // _PIECE_BYTES))
 
@@ -101,7 +101,7 @@ class Network:
     def greet(self, form: list[int], counts: Tensor) -> list[int]:
         """Tell each rank elsewhere how many rows come, and compare the format; return how many come from each."""
         far = [rank for rank, there in enumerate(self.elsewhere) if there]
-        mine = torch.tensor([[*form, count] for count in counts[far].tolist()])
+        mine = torch.tensor([[*form, count] for count in counts[far].tolist()], device="cpu")
         theirs = torch.empty_like(mine)
         self.swap(mine, theirs, self.elsewhere, self.elsewhere, _tag(Phase.ROUTE, form), later=False)
         receives = [0] * self.ranks
@@ -196,19 +196,19 @@ def _run_route(chosen: Tensor, width: int, dtype: int, experts: int, layer: int,
     tokens, k = chosen.shape
     if experts < 1 or experts % net.ranks:
         raise ValueError(f"moe: {experts} experts on {net.ranks} ranks, wanted a multiple of {net.ranks}")
-    facts = torch.tensor([net.ranks, net.comm.rank, net.hosts, experts, k])
-    counts = torch.zeros(2 * net.ranks + len(_FORMAT), dtype=torch.int64)
+    facts = torch.tensor([net.ranks, net.comm.rank, net.hosts, experts, k], device="cpu")
+    counts = torch.zeros(2 * net.ranks + len(_FORMAT), dtype=torch.int64, device="cpu")
     given = (facts.data_ptr(), net.host_of.data_ptr(), chosen.data_ptr(), tokens, counts.data_ptr())
     _C.moe_hosts_count(*given)
     sends = counts[: net.ranks]
-    pairs = torch.empty(int(sends.sum()), dtype=torch.int32)
-    theirs = torch.empty(len(pairs), k, dtype=torch.int32)
-    slots = torch.empty(tokens, net.hosts, dtype=torch.int64)
+    pairs = torch.empty(int(sends.sum()), dtype=torch.int32, device="cpu")
+    theirs = torch.empty(len(pairs), k, dtype=torch.int32, device="cpu")
+    slots = torch.empty(tokens, net.hosts, dtype=torch.int64, device="cpu")
     net.calls[layer] += 1
     form = [layer, net.calls[layer], width, dtype, k, experts]
     receives = net.greet(form, sends)
-    counts[net.ranks :] = torch.tensor(receives + form)
-    here = torch.empty(tokens + sum(receives), k, dtype=torch.int32)
+    counts[net.ranks :] = torch.tensor(receives + form, device="cpu")
+    here = torch.empty(tokens + sum(receives), k, dtype=torch.int32, device="cpu")
     _C.moe_hosts_route(*given, *(part.data_ptr() for part in (pairs, theirs, here, slots)))
     net.swap(theirs, here[tokens:], sends.tolist(), receives, _tag(Phase.ROUTE, form), later=False)
     return here, pairs, slots, counts
@@ -232,7 +232,7 @@ def _run_begin(
     else:
         rows, came = rows.contiguous(), net.empty(len(pairs), width, rows.dtype)
         transit = _Transit(net.swap(rows[tokens:], came, receives, sends, tag, later), rows, came)
-    return torch.tensor([net.put(transit)], dtype=torch.float64)
+    return torch.tensor([net.put(transit)], dtype=torch.float64, device="cpu")
 
 
 def _begin_narrow(
@@ -241,22 +241,22 @@ def _begin_narrow(
     sends, receives = counts
     width = rows.shape[1]
     if phase in _SENDS:
-        codes = torch.empty(sum(receives), width + _SCALE_BYTES, dtype=torch.uint8)
+        codes = torch.empty(sum(receives), width + _SCALE_BYTES, dtype=torch.uint8, device="cpu")
         own = net.empty(tokens + sum(receives), width, rows.dtype)
         work = net.swap(_narrowed(rows.index_select(0, pairs)), codes, sends, receives, tag, later)
         own[:tokens].copy_(rows)
         transit = _Transit(work, own, None, codes)
     else:
-        codes = torch.empty(len(pairs), width + _SCALE_BYTES, dtype=torch.uint8)
+        codes = torch.empty(len(pairs), width + _SCALE_BYTES, dtype=torch.uint8, device="cpu")
         work = net.swap(_narrowed(rows[tokens:]), codes, receives, sends, tag, later)
         transit = _Transit(work, rows.contiguous(), net.empty(len(pairs), width, rows.dtype), codes)
-    return torch.tensor([net.put(transit)], dtype=torch.float64)
+    return torch.tensor([net.put(transit)], dtype=torch.float64, device="cpu")
 
 
 def _narrowed(rows: Tensor) -> Tensor:
     """Return rows (N, W) as bytes (N, W + 4): int8 codes, and the scale. Rows that are not finite become NaN."""
     if not len(rows):  # torch has no bytes of nothing
-        return torch.empty(0, rows.shape[1] + _SCALE_BYTES, dtype=torch.uint8)
+        return torch.empty(0, rows.shape[1] + _SCALE_BYTES, dtype=torch.uint8, device="cpu")
     values = rows.float()
     scales = values.abs().amax(1, keepdim=True) / 127
     codes = torch.where(scales > 0, values / scales, 0.0).round_().to(torch.int8)

@@ -69,7 +69,7 @@ def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 def _empty_of(exchange: Exchange | None, dtype: torch.dtype) -> Empty:
     if exchange is None:
-        return lambda count, width: torch.empty(count, width, dtype=dtype)
+        return lambda count, width: torch.empty(count, width, dtype=dtype, device="cpu")
     return lambda count, width: exchange.empty(count, width, dtype)
 
 

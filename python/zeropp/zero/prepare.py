@@ -122,14 +122,14 @@ def prepare_over(
     mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
     division = _divide(model, config, ranks)
     if division is not None:
-        check_experts(device, bool(division.parts))
+        check_experts(device, config.experts)
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
     plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
     require_host_memory(plans, config, device, 1 if comm is None else comm.ranks)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
-    bring(model, device, set(ignored_parameters(model, config.ignored)))
+    bring(model, device, set(ignored_parameters(model, config.ignored)), getattr(division, "parts", {}).values())
     host_copy = _has_host_copy(config, comm, device)
     engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, spreads)
     for unit in engine.units:

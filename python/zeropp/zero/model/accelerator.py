@@ -82,14 +82,11 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
             _refuse(device, f"{option} is", "leave it out, or train on the CPU with Config(device='cpu')")
 
 
-def check_experts(device: torch.device, are_divided: bool) -> None:
-    """Raise zeropp.ConfigError for experts of which ranks on GPUs would have different ones."""
-    if device.type != "cpu" and are_divided:
-        _refuse(
-            device, "experts on different ranks, in slices or on demand (Config.experts) are",
-            "leave Config.experts at None, which partitions experts among all ranks as any parameter, or train on the CPU with "
-            "Config(device='cpu')",
-        )  # fmt: skip
+def check_experts(device: torch.device, experts: Any) -> None:
+    """Raise zeropp.ConfigError for what a model on a GPU does not have yet of ``Config.experts``."""
+    for option in ("cache", "offload", "shared_by"):
+        if device.type != "cpu" and getattr(experts, option, None) is not None:
+            _refuse(device, f"Experts({option}=) is", "leave it out, or train on the CPU with Config(device='cpu')")
 
 
 def _check_gradients(config: Config, device: torch.device) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -100,14 +101,19 @@ def _identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def bring(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Move to an accelerator what ``prepare`` does not move unit by unit; do nothing on the CPU."""
+def bring(
+    model: nn.Module, device: torch.device, ignored: set[nn.Parameter], parts: Iterable[nn.Parameter] = ()
+) -> None:
+    """Move to an accelerator what ``prepare`` does not move unit by unit; do nothing on the CPU.
+
+    ``parts``: this rank's parts of parameters that ranks divide, which the model does not have.
+    """
     if device.type != "cpu":
-        bring_parameters(model, device)
+        bring_parameters([*model.parameters(), *parts], device)
         bring_rest(model, device, ignored)
 
 
-def bring_parameters(model: nn.Module, device: torch.device) -> None:
+def bring_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Make parameters of the CPU ones of the device where ``parameter.data = ...`` cannot do it later.
 
     torch allows that between the CPU and CUDA, so there each unit goes to the GPU when it is filled, and the whole model is never there.
@@ -115,7 +121,7 @@ def bring_parameters(model: nn.Module, device: torch.device) -> None:
     """
     if device.type in ("cpu", "cuda"):
         return
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.device.type == "cpu":
             _swap(parameter, device)
 
