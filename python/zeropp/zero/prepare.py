@@ -31,7 +31,7 @@ from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
 from zeropp.zero.model import buffers, dtensor, meta, tied
 from zeropp.zero.model.accelerator import check_accelerator, check_experts, check_parameter_device, device_of
-from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
+from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers, trigger_around
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model.init import is_sharded
 from zeropp.zero.model.parameter import engines, raise_strays, ref_of
@@ -259,7 +259,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not callable(method):
         raise ConfigError(f"register_forward_method: {type(module).__name__} has no method '{name}'")
     if not isinstance(method, _C.Trigger):
-        module.__dict__[name] = _C.Trigger(engine.core, (), method, None)
+        module.__dict__[name] = trigger_around(method, module, engine.core, ())
 
 
 def attach(model: nn.Module, optimizer: Optimizer) -> None:
