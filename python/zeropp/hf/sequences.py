@@ -46,7 +46,7 @@ def cut_tensors(trainer: Any, model: Any) -> Any:
     """Cut a model's matrices over the ranks of tp, once, before it has an optimizer and before it is prepared. Return the model."""
     if trainer._zeropp_tp == 1 or zero.prepare.is_prepared(model):
         return model
-    if not any(map(zero.model.units.is_dtensor, model.parameters())):
+    if not any(map(zero.model.parameter.is_dtensor, model.parameters())):
         if trainer.optimizer is not None:
             raise ConfigError(
                 "ParallelismConfig.tp_size: the trainer was given an optimizer, whose parameters are those of the whole model; leave optimizers= "

@@ -24,13 +24,15 @@ from zeropp.zero.model.parameter import (
     PartitionedParameter,
     Ref,
     ShardedGradParameter,
+    is_dtensor,
+    local_of,
     raise_strays,
     ref_of,
     released_dtensors,
 )
 from zeropp.zero.model.part import Parts, parts_of, shown, without_values
 from zeropp.zero.model.spread import Group, Spread, make_groups
-from zeropp.zero.model.units import UnitPlan, is_dtensor, local_of, numbers
+from zeropp.zero.model.units import UnitPlan, numbers
 from zeropp.zero.model_state import (
     DTYPES,
     FILE,

@@ -23,9 +23,8 @@ from zeropp.errors import ConfigError, Error
 from zeropp.files import folder_writer
 from zeropp.zero.model.arrivals import Arrivals, HookOrder
 from zeropp.zero.model.dtensor import like
-from zeropp.zero.model.parameter import Ref, engines, raise_strays, ref_of
+from zeropp.zero.model.parameter import Ref, engines, local_of, raise_strays, ref_of
 from zeropp.zero.model.tied import Ties
-from zeropp.zero.model.units import local_of
 from zeropp.zero.model_state import DTYPES, ModelState, Part, Unit, tensor_over
 from zeropp.zero.offload.storage import Storage
 from zeropp.zero.step.scaler import NoScaler, Scaler, origins

@@ -34,11 +34,11 @@ from zeropp.zero.model.accelerator import check_accelerator, check_experts, chec
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers, trigger_around
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model.init import is_sharded
-from zeropp.zero.model.parameter import engines, raise_strays, ref_of
+from zeropp.zero.model.parameter import engines, is_dtensor, raise_strays, ref_of
 from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
 from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, modules_of, spreads_of
-from zeropp.zero.model.units import UnitPlan, entries_of, ignored_parameters, is_dtensor, plan_units, refuse_lazy
+from zeropp.zero.model.units import UnitPlan, entries_of, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.model_state import DTYPES
 from zeropp.zero.step import custom
 from zeropp.zero.step.optimizer import adopt, check_optimizer

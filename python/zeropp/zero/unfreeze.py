@@ -24,8 +24,8 @@ from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import has_master
 from zeropp.zero.model.arrivals import Arrivals
-from zeropp.zero.model.parameter import Ref, ref_of
-from zeropp.zero.model.units import UnitPlan, is_dtensor
+from zeropp.zero.model.parameter import Ref, is_dtensor, ref_of
+from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.model_state import Unit
 from zeropp.zero.step import custom
 

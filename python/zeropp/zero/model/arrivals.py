@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.zero.model.dtensor import like
-from zeropp.zero.model.units import is_dtensor, local_of
+from zeropp.zero.model.parameter import is_dtensor, local_of
 
 
 class Aside:

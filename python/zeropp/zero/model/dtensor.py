@@ -22,8 +22,9 @@ from zeropp.errors import ConfigError
 from zeropp.files.heap_trim import byte_view
 from zeropp.zero.model.boxes import Box, Boxes
 from zeropp.zero.model.init import is_sharded
+from zeropp.zero.model.parameter import is_dtensor, local_of
 from zeropp.zero.model.part import parts_of, shown
-from zeropp.zero.model.units import UnitPlan, is_dtensor, kind_of, local_of
+from zeropp.zero.model.units import UnitPlan, kind_of
 
 COPIES = (0, 2)
 """Kinds of parameters that are equal on all ranks of the mesh."""

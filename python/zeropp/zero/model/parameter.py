@@ -55,6 +55,18 @@ _MODULE_APPLY = nn.Module._apply.__code__
 _CONVERSIONS = {_T.to, _T.float, _T.double, _T.half, _T.bfloat16, _T.cpu}
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """True for torch's DTensor; its module is not imported for the question."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; any other tensor itself."""
+    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
 @dataclass(frozen=True)
 class Ref:
     """The reference from a parameter to its engine, kept in its ``_zeropp`` attribute."""

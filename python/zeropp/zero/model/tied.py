@@ -25,7 +25,8 @@ from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.errors import ConfigError, Error
 from zeropp.files.heap_trim import byte_view
 from zeropp.zero.model.init import is_sharded
-from zeropp.zero.model.units import UnitPlan, is_dtensor, local_of
+from zeropp.zero.model.parameter import is_dtensor, local_of
+from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.model_state import WHOLE, Unit
 
 

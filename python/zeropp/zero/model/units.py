@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import itertools
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from zeropp.errors import ConfigError
 from zeropp.parallel.cut import Chunks
+from zeropp.zero.model.parameter import is_dtensor, local_of
 from zeropp.zero.model.part import parts_of
 
 #: Units that would stand alone and are smaller than this stay whole on every rank: a gather costs more than they weigh.
@@ -52,18 +52,6 @@ class UnitPlan:
     def replicates(self, units: object) -> bool:
         """Return True if the unit stays whole on every rank, where ``Config.units`` is ``units``."""
         return self.alone and self.numel * self.dtype.itemsize < REPLICATE_BYTES and units == "auto"
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """True for torch's DTensor; its module is not imported for the question."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor; any other tensor itself."""
-    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return local
 
 
 def kind_of(parameter: torch.Tensor) -> int:

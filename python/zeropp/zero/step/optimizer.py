@@ -24,9 +24,9 @@ from zeropp.compat import Named
 from zeropp.errors import ConfigError, Error, counted
 from zeropp.optim import LAMB, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropp.zero.engine import Engine, StepStrategy
-from zeropp.zero.model.parameter import raise_strays
+from zeropp.zero.model.parameter import local_of, raise_strays
 from zeropp.zero.model.part import shown
-from zeropp.zero.model.units import UnitPlan, local_of
+from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.step import ahead, custom, lamb, muon, onebit_adam, updates
 from zeropp.zero.step.custom import ADAMS as _ADAMS
 from zeropp.zero.step.custom import kind_of
