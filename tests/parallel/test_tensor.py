@@ -57,11 +57,11 @@ def _net(dtype: torch.dtype = torch.float32) -> Net:
     return Net().to(dtype)
 
 
-def _cut(mesh: Any, dtype: torch.dtype = torch.float32) -> Net:
+def _cut(mesh: Any, dtype: torch.dtype = torch.float32, model: Net | None = None) -> Net:
     plan: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
     for i in range(2):
         plan |= {f"layers.{i}.up": ColwiseParallel(), f"layers.{i}.down": RowwiseParallel()}
-    return zeropp.parallel.tensor(_net(dtype), mesh["tp"], plan)
+    return zeropp.parallel.tensor(_net(dtype) if model is None else model, mesh["tp"], plan)
 
 
 def _batch(step: int, at: int) -> Tensor:
@@ -263,15 +263,26 @@ def test_states_and_gradients_on_nvme(grads: str) -> None:
         dist.barrier()
 
 
-@on_ranks(2)
-def test_a_partitioned_model_is_not_cut() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+@on_ranks(4)
+def test_a_model_in_shards_is_cut() -> None:
+    """Uneven slices too, a plan that fails changes nothing, and training goes on as if the model had been whole."""
+    mesh = _mesh()
+    torch.manual_seed(0)
     with zeropp.sharded_init(mesh=mesh):
         model = Net()
-    with pytest.raises(
-        ConfigError, match=r"'first\.weight' is partitioned already, by zeropp\.sharded_init.*build the model plainly"
-    ):
-        zeropp.parallel.tensor(model, mesh["tp"], {"head": ColwiseParallel()})
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match="Net has no plan of its own"):
+        zeropp.parallel.tensor(model, mesh["tp"])
+    assert all(one is before[name] for name, one in model.named_parameters())
+    _cut(mesh, model=model)
+    assert model.head.weight.shape == (11, WIDTH)
+    model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=3), mesh=mesh)
+    norms = _train(model, optimizer, mesh, 4)
+    wanted, values = _joined(4, 2)
+    assert norms == pytest.approx(wanted, rel=1e-5)
+    whole = zeropp.full_state_dict(model)
+    for name, value in values.items():
+        assert (whole[name] - value).abs().max() < 2e-6, name
 
 
 def _along_the_sequence(mesh: Any) -> Net:

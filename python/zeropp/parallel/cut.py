@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from zeropp.errors import ConfigError, counted, what_it_is
+from zeropp.zero.model.init import share_at_place
 
 
 class Chunks(nn.ModuleList):
@@ -105,7 +106,11 @@ def cut(model: nn.Module, mesh: DeviceMesh, schedule: type, *, chunks: int | Non
         zeropp.ConfigError: no plan, or fewer layers than stages.
     """
     rank, ranks = place_in(mesh, "cut")
-    return chunks_of(model, rank, ranks, schedule, chunks)
+    parameters = list(model.parameters())
+    made = chunks_of(model, rank, ranks, schedule, chunks)
+    kept = {id(one) for one in made.parameters()}
+    share_at_place(parameters, mesh, lambda one, values: (one, values) if id(one) in kept else None)
+    return made
 
 
 def chunks_of(model: nn.Module, rank: int, ranks: int, schedule: type, chunks: int | None = None) -> Chunks:

@@ -19,7 +19,7 @@ from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read_ahead_bytes, tier_of
 from zeropp.zero.model.boxes import Boxes, boxes_of
 from zeropp.zero.model.dtensor import boxes_of_dtensor, place
-from zeropp.zero.model.init import copy_own_part, is_sharded, materialise
+from zeropp.zero.model.init import become_plain, copy_own_part, is_sharded, materialise, plain_class
 from zeropp.zero.model.parameter import (
     PartitionedParameter,
     Ref,
@@ -271,9 +271,8 @@ def _make_late_stores(engine: Engine, moments: tuple[str, ...]) -> None:
 
 
 def _bind(engine: Engine, index: int, plan: UnitPlan, group: Group) -> Unit:
-    cut = is_dtensor(plan.params[0])
-    plain, released = (type(plan.params[0]), released_dtensors()) if cut else (nn.Parameter, _RELEASED_CLASS)
-    core = engine.core.bind_unit(index, plan.params, plain, released[engine.stage])
+    released = released_dtensors() if is_dtensor(plan.params[0]) else _RELEASED_CLASS
+    core = engine.core.bind_unit(index, plan.params, plain_class(plan.params[0]), released[engine.stage])
     layout = core.layout()
     elems, shard_elems = layout["elems"], layout["shard_elems"]
     whole = tensor_over(engine.core, layout["whole"], elems, plan.dtype, engine.device)
@@ -370,7 +369,7 @@ def _fill_entry(engine: Engine, unit: Unit, entry: Entry, full: torch.Tensor | N
         _copy_values(engine, unit, entry, _values_of(engine, entry, sharded, copies), full)
     place(entry.param, view)
     if sharded:
-        entry.param.__class__ = nn.Parameter
+        become_plain(entry.param)
 
 
 def _fill_part(engine: Engine, unit: Unit, entry: Entry, parts: Parts, full: torch.Tensor | None) -> None:

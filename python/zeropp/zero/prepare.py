@@ -33,7 +33,7 @@ from zeropp.zero.model import buffers, dtensor, meta, tied
 from zeropp.zero.model.accelerator import check_accelerator, check_experts, check_parameter_device, device_of
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers, trigger_around
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
-from zeropp.zero.model.init import is_sharded
+from zeropp.zero.model.init import data_sharers, is_sharded, share_among
 from zeropp.zero.model.parameter import engines, is_dtensor, raise_strays, ref_of
 from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
@@ -119,6 +119,7 @@ def prepare_over(
     ranks = job.world() if ranks is None else ranks
     comm = ranks.data
     _check_ranks(ranks, config, optimizer, device, mistake)
+    share_among(model.named_parameters(), data_sharers(ranks))
     mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
     division = _divide(model, config, ranks)
     if division is not None:

@@ -21,7 +21,7 @@ from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.errors import ConfigError
 from zeropp.files.heap_trim import byte_view
 from zeropp.zero.model.boxes import Box, Boxes
-from zeropp.zero.model.init import is_sharded
+from zeropp.zero.model.init import is_sharded, own_shard
 from zeropp.zero.model.parameter import is_dtensor, local_of
 from zeropp.zero.model.part import parts_of, shown
 from zeropp.zero.model.units import UnitPlan, kind_of
@@ -169,7 +169,8 @@ def _digests(plans: Sequence[UnitPlan]) -> Iterator[tuple[str, str]]:
         for names, parameter in zip(plan.names, map(shown, plan.params), strict=True):
             if parts_of(plan.params[0]) is not None and is_sharded(parameter):
                 continue  # its ranks have parts of it, and none has values to compare
-            values = local_of(parameter.detach()).contiguous().view(-1)
+            own = own_shard(parameter) if is_sharded(parameter) else local_of(parameter.detach())
+            values = own.contiguous().view(-1)
             yield names[0], f"{tuple(parameter.shape)} {hashlib.sha256(byte_view(values)).hexdigest()}"
 
 

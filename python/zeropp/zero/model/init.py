@@ -18,14 +18,19 @@ Cost: peak memory is the shards plus ``window_bytes`` or 9/8 of the largest para
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import hashlib
 import itertools
+import json
 import math
 import mmap
 import os
 import secrets
+import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +44,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zeropp.comm.collective import all_gather, broadcast
+from zeropp.comm.collective import all_gather, broadcast, exchange
 from zeropp.comm.group import communicator
-from zeropp.comm.job import JobRanks
+from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.comm.rendezvous import all_come
 from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, PartitionedParameterError
@@ -49,6 +54,7 @@ from zeropp.files.disk import storage_errors
 from zeropp.files.heap_trim import HeapTrim, byte_view, give_back
 from zeropp.files.hub_names import reading_rows, rows_of
 from zeropp.parallel.mesh import ranks_of
+from zeropp.zero.model.parameter import is_dtensor, local_of
 
 WINDOW_BYTES = 16 << 20
 OWN_PAGES_BYTES = 64 << 10
@@ -100,47 +106,61 @@ class _Record:
     """Of the whole values, at the last time they were whole."""
     number: int = field(default_factory=itertools.count().__next__)
     """In the order of construction, which is that of every rank."""
-    sharers: _Sharers = field(default_factory=lambda: _Sharers())
+    sharers: Sharers = field(default_factory=lambda: Sharers())
     """The ranks that have a shard each."""
     listed: str = ""
     """A nonce of all ranks where it may stand in a state dict, on meta, before ``prepare``."""
     reads: int = 0
     """How often it was read from there."""
+    folders: _ShardFolders | None = None
+    """Where its shard waits for ``prepare``; None: in memory."""
 
 
 @dataclass(frozen=True)
-class _Sharers:
-    """The ranks that each hold a part of a parameter: those of a communicator, or of torch's default group."""
+class Sharers:
+    """The ranks that each hold a part of a parameter."""
 
-    comm: Any = None
-    world: bool = True
-    """True: all ranks of the job. False: those of ``comm``, or this rank alone."""
+    numbers: tuple[int, ...] | None = None
+    """Their numbers in the job, in the order of the parts; None: all ranks of the job."""
 
     @property
     def ranks(self) -> int:
-        return _ranks() if self.world else 1 if self.comm is None else int(self.comm.ranks)
+        return _ranks() if self.numbers is None else len(self.numbers)
 
     @property
     def rank(self) -> int:
-        world_rank = dist.get_rank() if dist.is_initialized() else 0
-        return world_rank if self.world else 0 if self.comm is None else int(self.comm.rank)
+        mine = dist.get_rank() if dist.is_initialized() else 0
+        return mine if self.numbers is None else self.numbers.index(mine)
 
     @property
-    def _core(self) -> Any:
-        if not self.world:
-            return self.comm
-        return communicator() if _ranks() > 1 else None
+    def comm(self) -> Any:
+        if self.ranks == 1:
+            return None
+        return communicator() if self.numbers is None else sub_communicator(self.numbers)
+
+    def of_equal(self, place: int) -> Sharers:
+        """Return those of these ranks that give the same number as this one; collective."""
+        places = exchange(self.comm, place)
+        members = range(self.ranks) if self.numbers is None else self.numbers
+        return sharers_of([rank for rank, there in zip(members, places, strict=True) if there == place])
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        all_gather(self._core, whole, mine)
+        all_gather(self.comm, whole, mine)
 
     def broadcast(self, values: torch.Tensor) -> None:
-        broadcast(self._core, values)
+        broadcast(self.comm, values)
 
 
-def sharers_of(ranks: JobRanks | None) -> _Sharers:
-    """Return the ranks over which parameters are cut, of those of a job; None: all."""
-    return _Sharers() if ranks is None or ranks.job is None else _Sharers(ranks.data, world=False)
+def sharers_of(numbers: Sequence[int]) -> Sharers:
+    """Return the ranks with these numbers in the job, this one among them."""
+    return Sharers(None if len(numbers) == _ranks() else tuple(numbers))
+
+
+def data_sharers(ranks: JobRanks | None) -> Sharers:
+    """Return the data ranks of a job; None: all ranks are such."""
+    if ranks is None or ranks.job is None:
+        return Sharers()
+    return sharers_of([dist.get_rank()] if ranks.data is None else list(ranks.data.job_ranks))
 
 
 class LiveParameter(nn.Parameter):
@@ -192,6 +212,41 @@ class ShardedParameter(nn.Parameter):
         return f"ShardedParameter('{_record_of(self).name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+@functools.cache
+def _sharded_dtensor() -> Any:
+    """Return the class of a DTensor of whose local tensor this rank holds a shard, between ``parallel.tensor`` and ``prepare``."""
+    base: Any = sys.modules["torch.distributed.tensor"].DTensor
+
+    class ShardedDTensor(base):  # type: ignore[misc]
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            if func not in _ANSWERED:
+                raise _refusal(_sharded_among((args, kwargs or {}))[0], func)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+        def to_local(self, **options: Any) -> Any:
+            raise _refusal(self, base.to_local)
+
+        def full_tensor(self, **options: Any) -> Any:
+            raise _refusal(self, base.full_tensor)
+
+        def redistribute(self, *args: Any, **options: Any) -> Any:
+            raise _refusal(self, base.redistribute)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise _refusal(self, _T.__reduce_ex__)
+
+        def __repr__(self, *, tensor_contents: Any = None) -> str:
+            return f"ShardedDTensor('{_record_of(self).name}', shape={tuple(self.shape)}, placements={self.placements})"
+
+    _sharded_types.add(ShardedDTensor)
+    return ShardedDTensor
+
+
+_sharded_types: set[type] = {ShardedParameter}
+
+
 class _Listed(torch.Tensor):
     """Stands for such a parameter in a state dict, on meta. ``cpu()`` brings its values where every rank asks for them (TRL
     hashes a model so); any other read raises an error that says why there are none."""
@@ -227,13 +282,13 @@ def _read_together(parameter: ShardedParameter) -> torch.Tensor:
 
 def is_sharded(parameter: torch.Tensor) -> bool:
     """True if this parameter was built inside ``sharded_init`` and not yet taken over by ``prepare``."""
-    return type(parameter) is ShardedParameter
+    return type(parameter) in _sharded_types
 
 
 def materialise(parameter: torch.Tensor) -> torch.Tensor:
     """Collective: the whole values of a sharded parameter, as a new tensor. The parameter stays sharded."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _gather(parameter).view(parameter.shape)
+        return _gather(parameter).view(local_of(parameter).shape)
 
 
 def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
@@ -259,8 +314,8 @@ def sharded_init(
         path: a folder on a local disk: shards wait there for ``zeropp.prepare``, in files without a name, for models
             whose parameters do not fit into memory (``Offload(params="nvme")``). Several folders: each shard in the one that
             has had the fewest bytes. None: in memory.
-        mesh, data_dims: as :func:`zeropp.prepare` takes them: N is the number of ranks over the data dimensions. All ranks
-            build the same whole model, which :func:`zeropp.parallel.cut` then cuts.
+        mesh, data_dims: as :func:`zeropp.prepare` takes them. All ranks build the same whole model, N is their number, and
+            :func:`zeropp.parallel.tensor`, :func:`zeropp.parallel.cut` and ``prepare`` leave to each rank what it needs.
 
     Raises:
         zeropp.ConfigError: the ranks drew different values; set the same seed on every rank. Or ``path`` is no folder's name.
@@ -268,8 +323,9 @@ def sharded_init(
 
     With one rank and no ``path`` there is nothing to shard, and nothing is changed.
     """
-    ranks = None if mesh is None and data_dims is None else ranks_of(mesh, data_dims, "sharded_init")
-    with construction(window_bytes, path=path, sharers=sharers_of(ranks)):
+    if mesh is not None or data_dims is not None:
+        ranks_of(mesh, data_dims, "sharded_init")  # for its errors
+    with construction(window_bytes, path=path):
         yield
 
 
@@ -279,7 +335,7 @@ def construction(
     *,
     path: Folders | None = None,
     from_rank_0: bool = False,
-    sharers: _Sharers | None = None,
+    sharers: Sharers | None = None,
 ) -> Iterator[None]:
     """Do as :func:`sharded_init`, with one more option for code that was written for DeepSpeed.
 
@@ -289,7 +345,7 @@ def construction(
             parameter. And ``state_dict()`` names the parameters before ``prepare``, as tensors on meta.
     """
     global _active
-    sharers = sharers or _Sharers()
+    sharers = sharers or Sharers()
     if _active is not None or (sharers.ranks == 1 and path is None):
         yield
         return
@@ -337,7 +393,7 @@ class _ShardFolders:
 class _Construction:
     """The parameters of one context: which are whole, the modules that own them, what they held."""
 
-    def __init__(self, window_bytes: int, from_rank_0: bool, folders: _ShardFolders | None, sharers: _Sharers) -> None:
+    def __init__(self, window_bytes: int, from_rank_0: bool, folders: _ShardFolders | None, sharers: Sharers) -> None:
         self.window_bytes, self.folders, self.sharers = window_bytes, folders, sharers
         self.from_rank_0 = from_rank_0
         self.largest_bytes = 0
@@ -445,7 +501,8 @@ class _Construction:
         """Keep this rank's shard of the values. ``digest``: of all of them; 0 on every rank where none has them all."""
         record, size_bytes = _record_of(parameter), parameter.nbytes
         values = parameter.detach().contiguous().view(-1)
-        record.digest, record.values = digest, _shard_of(values, self.sharers, self.folders)
+        record.digest, record.folders = digest, self.folders
+        _share(record, values, self.sharers)
         del values
         _become_sharded(parameter)
         self.heap_trim.freed(size_bytes)
@@ -490,8 +547,12 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
         chosen = []
     for one in chosen:
         whole = materialise(one)
+        become_plain(one)
         with torch._C.DisableTorchFunctionSubclass():
-            one.__class__, one.data = nn.Parameter, whole
+            if is_dtensor(one):
+                one._local_tensor = whole
+            else:
+                one.data = whole
     kept = False
     try:
         yield
@@ -499,13 +560,13 @@ def whole_built(parameters: Iterable[torch.Tensor], write: bool) -> Iterator[Non
     finally:
         for one in chosen:
             if kept and one.numel():
-                values, sharers = one.detach().contiguous().view(-1), _record_of(one).sharers
-                sharers.broadcast(values)
-                _record_of(one).values = _shard_of(values, sharers)
+                values, record = local_of(one).detach().contiguous().view(-1), _record_of(one)
+                record.sharers.broadcast(values)
+                _share(record, values, record.sharers)
             _become_sharded(one)
 
 
-def _shard_of(values: torch.Tensor, sharers: _Sharers, waiting: _ShardFolders | None = None) -> torch.Tensor:
+def _shard_of(values: torch.Tensor, sharers: Sharers, waiting: _ShardFolders | None = None) -> torch.Tensor:
     """Return this rank's part of all values, in memory of its own."""
     rank, per_rank = sharers.rank, -(-values.numel() // sharers.ranks)
     mine = _apart(per_rank, values.dtype, values.device, waiting)
@@ -514,9 +575,84 @@ def _shard_of(values: torch.Tensor, sharers: _Sharers, waiting: _ShardFolders | 
     return mine
 
 
-def _become_sharded(parameter: torch.Tensor) -> None:
-    parameter.data = _placeholder(parameter)
-    parameter.__class__ = ShardedParameter
+def _share(record: _Record, values: torch.Tensor, sharers: Sharers) -> None:
+    """Keep this rank's part of all values, 1-D, as one of these ranks."""
+    record.sharers, record.values = sharers, _shard_of(values, sharers, record.folders)
+
+
+def _become_sharded(parameter: Any) -> None:
+    if is_dtensor(parameter):
+        parameter._local_tensor = _placeholder(local_of(parameter))
+        parameter.__class__ = _sharded_dtensor()
+    else:
+        parameter.data = _placeholder(parameter)
+        parameter.__class__ = ShardedParameter
+
+
+def plain_class(parameter: torch.Tensor) -> Any:
+    """Return the class of a parameter when its values are whole."""
+    kind = type(parameter)
+    return nn.Parameter if not is_dtensor(parameter) else kind.__base__ if kind in _sharded_types else kind
+
+
+def become_plain(parameter: torch.Tensor) -> None:
+    """Let a parameter that got its whole values be an ordinary one of its kind."""
+    parameter.__class__ = plain_class(parameter)
+
+
+def own_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded parameter's values, 1-D."""
+    return _values_of(parameter)
+
+
+# --- other ranks share ---------------------------------------------------------------------------------------------------
+Kept = tuple[torch.Tensor, torch.Tensor]
+
+
+def share_at_place(
+    parameters: Iterable[torch.Tensor], mesh: DeviceMesh, keep: Callable[[torch.Tensor, torch.Tensor], Kept | None]
+) -> None:
+    """Let the ranks at one place of a mesh alone share parameters that were built in shards. Collective over those that share them now,
+    which all give them in the same order.
+
+    Args:
+        mesh: of one dimension.
+        keep: from a parameter and its whole values to what this rank keeps: a parameter, and its values. None: nothing of it.
+    """
+    found: dict[Sharers, Sharers] = {}
+    for one in {id(one): one for one in parameters if is_sharded(one)}.values():
+        before = _record_of(one)
+        if before.sharers not in found:
+            found[before.sharers] = before.sharers.of_equal(mesh.get_local_rank())
+        kept = keep(one, materialise(one))
+        if kept is None:
+            continue
+        parameter, values = kept
+        if not is_sharded(parameter):
+            parameter.__dict__["_zeropp_built"] = dataclasses.replace(before, values=None)
+            _become_sharded(parameter)
+        _share(_record_of(parameter), values.reshape(-1), found[before.sharers])
+
+
+def share_among(named: Iterable[tuple[str, torch.Tensor]], sharers: Sharers) -> None:
+    """Let these ranks alone share parameters that were built in shards. Collective over those that share them now.
+
+    Raises:
+        zeropp.ConfigError: those have other parameters.
+    """
+    chosen = [(name, one) for name, one in named if is_sharded(one) and _record_of(one).sharers != sharers]
+    if not chosen:
+        return
+    before = _record_of(chosen[0][1]).sharers
+    digest = hashlib.sha256(json.dumps([name for name, _ in chosen]).encode()).hexdigest()
+    strange = next((rank for rank, other in enumerate(exchange(before.comm, digest)) if other != digest), None)
+    if strange is not None:
+        raise ConfigError(
+            f"prepare: parameter '{chosen[0][0]}' is shared by {before.ranks} ranks since sharded_init, and they prepare different ones; cut "
+            "the model with zeropp.parallel.cut(model, mesh['pp'], ...), or build each stage outside of sharded_init"
+        )
+    for _, one in chosen:
+        _share(_record_of(one), materialise(one).view(-1), sharers)
 
 
 def _ranks() -> int:
@@ -569,7 +705,7 @@ def _is_alone(parameter: torch.Tensor) -> bool:
 
 
 def _gather(parameter: torch.Tensor) -> torch.Tensor:
-    mine, numel, sharers = _values_of(parameter), parameter.numel(), _record_of(parameter).sharers
+    mine, numel, sharers = _values_of(parameter), local_of(parameter).numel(), _record_of(parameter).sharers
     if sharers.ranks == 1:
         return mine[:numel].clone()
     whole = torch.empty(mine.numel() * sharers.ranks, dtype=mine.dtype, device=mine.device)
@@ -588,14 +724,14 @@ def _digest(values: torch.Tensor) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # it travels as an int64
 
 
-def _common_nonce(sharers: _Sharers) -> str:
+def _common_nonce(sharers: Sharers) -> str:
     """Return a new random nonce of all ranks; collective."""
     nonce = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
     sharers.broadcast(nonce)
     return byte_view(nonce).hex()
 
 
-def _compare(drawn: list[tuple[str, int]], sharers: _Sharers) -> None:
+def _compare(drawn: list[tuple[str, int]], sharers: Sharers) -> None:
     """Collective: every rank built the same parameters with the same values, or all of them raise."""
     ranks = sharers.ranks
     if ranks == 1:
@@ -622,8 +758,8 @@ def _compare(drawn: list[tuple[str, int]], sharers: _Sharers) -> None:
             )
 
 
-def _sharded_among(value: Any) -> list[ShardedParameter]:
-    if type(value) is ShardedParameter:
+def _sharded_among(value: Any) -> list[Any]:
+    if type(value) in _sharded_types:
         return [value]
     if isinstance(value, (list, tuple)):
         return [one for item in value for one in _sharded_among(item)]

@@ -97,7 +97,7 @@ def _draws_of(model: nn.Module, path: str) -> list[Draw]:
 @contextlib.contextmanager
 def _sharded(model: nn.Module, path: Folders | None, ranks: JobRanks | None) -> Iterator[Follow]:
     """Yield a function to give parameters to; inside, those are sharded when newer ones need their memory."""
-    with init.construction(path=path, from_rank_0=True, sharers=init.sharers_of(ranks)):
+    with init.construction(path=path, from_rank_0=True, sharers=init.data_sharers(ranks)):
         active = init._active
         if active is None:
             yield lambda module, name, parameter: None
