@@ -285,6 +285,42 @@ def test_a_model_in_shards_is_cut() -> None:
         assert (whole[name] - value).abs().max() < 2e-6, name
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(4)
+def test_values_of_single_parameters(stage: int) -> None:
+    """Of a slice, get_full returns and set_full takes the whole tensor."""
+    mesh = _mesh()
+    model = _cut(mesh)
+    model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=stage), mesh=mesh)
+    _train(model, optimizer, mesh, 1)
+    model(_batch(1, mesh.get_local_rank("dp"))).square().mean().backward()
+    plain = _net()
+    step = _adam(plain)
+    for at in range(2):
+        plain(torch.cat([_batch(at, 0), _batch(at, 1)])).square().mean().backward()
+        if at == 0:
+            nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+            step.step()
+            step.zero_grad()
+    named = list(zip(model.named_parameters(), plain.parameters(), strict=True))
+    for (name, one), wanted in named:
+        for kind, want in (
+            ("value", wanted.detach()),
+            ("grad", wanted.grad),
+            ("exp_avg", step.state[wanted]["exp_avg"]),
+        ):
+            found = zeropp.get_full(one, kind)
+            assert found is not None and type(found) is Tensor and found.shape == want.shape, (name, kind)
+            assert float((found - want).abs().max()) < 2e-6, (name, kind)
+    optimizer.zero_grad()
+    for (name, one), wanted in named:
+        for kind in ("value", "exp_avg"):
+            given = torch.arange(wanted.numel(), dtype=torch.float32).view(wanted.shape)
+            zeropp.set_full(one, given, kind)
+            read = zeropp.get_full(one, kind)
+            assert read is not None and torch.equal(read, given), (name, kind)
+
+
 def _along_the_sequence(mesh: Any) -> Net:
     """Tokens are shared out between the blocks' matrices, so gradients of norms and of biases arrive as parts of a sum."""
     plan: dict[str, Any] = {

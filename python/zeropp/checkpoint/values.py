@@ -19,7 +19,8 @@ from zeropp.checkpoint.full_state import write_piece
 from zeropp.comm.collective import Ranks, all_gather
 from zeropp.errors import ConfigError, Error
 from zeropp.zero.engine import Engine
-from zeropp.zero.model.parameter import Ref, ref_of
+from zeropp.zero.model.dtensor import like
+from zeropp.zero.model.parameter import Ref, is_dtensor, local_of, ref_of
 from zeropp.zero.model.part import parts_of
 from zeropp.zero.model.tied import require_untied
 from zeropp.zero.model_state import WHOLE, Entry, Unit
@@ -57,7 +58,12 @@ def get_full(param: nn.Parameter, kind: str = "value") -> torch.Tensor | None:
     part = _Part(_ref(param))
     part.engine.flush()
     whole = _of_group(part, kind)
-    return whole if part.parts is None else part.parts.gather_some(whole, part.unit.grad_dtype)
+    if part.parts is not None:
+        return part.parts.gather_some(whole, part.unit.grad_dtype)
+    if whole is None or not is_dtensor(param):
+        return whole
+    joined: torch.Tensor = like(param, whole).full_tensor()  # type: ignore[attr-defined]
+    return joined
 
 
 def _of_group(part: _Part, kind: str) -> torch.Tensor | None:
@@ -121,7 +127,7 @@ def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> 
     shape = tuple(part.entry.held.whole)
     if tuple(values.shape) != shape:
         raise ConfigError(f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {shape}")
-    flat = part.entry.numbers(values.detach() if part.parts is None else part.parts.take(values.detach()))
+    flat = part.entry.numbers(part.own_of(values.detach()))
     if kind == "value":
         with part.engine.write_shards(), torch.no_grad():
             if part.unit.place == WHOLE or part.unit.local:
@@ -173,6 +179,12 @@ class _Part:
         for rank in range(self.unit.ranks):
             yield self._span(rank * self.unit.shard_elems)
 
+    def own_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what the ranks of the unit have of a whole tensor."""
+        if self.parts is not None:
+            return self.parts.take(whole)
+        return whole if self.entry.held.is_whole else self.entry.held.taken(whole)
+
     def read(self, kind: str) -> torch.Tensor | None:
         """Return this rank's part, 1-D, perhaps a view."""
         self._await_update()
@@ -203,7 +215,8 @@ class _Part:
 
     def _own_gradient(self) -> torch.Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.entry.param.grad
+            gradient = self.entry.param.grad
+            return None if gradient is None else local_of(gradient)
 
     def _state(self, kind: str) -> torch.Tensor | None:
         state = self.engine.optimizer_state(self.unit) if self.unit.trainable else {}

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from zeropp.errors import ConfigError, shown, what_it_is
-from zeropp.zero.model.boxes import Boxes
 from zeropp.zero.model.dtensor import boxes_of_dtensor, like
 from zeropp.zero.model.init import is_sharded, share_at_place
 from zeropp.zero.model.parameter import is_dtensor, ref_of
@@ -113,24 +112,13 @@ def _share_parts(
         if not is_dtensor(cut):
             return one, whole
         part = boxes_of_dtensor(cut)
-        local = whole if part is None else _taken(part, whole)
+        local = whole if part is None else part.taken(whole)
         made[id(one)] = nn.Parameter(like(cut, local), cut.requires_grad)
         return made[id(one)], local
 
     share_at_place(built.values(), mesh, keep)
     for name, one in built.items():
         _replace(model, name, made.get(id(one), one))
-
-
-def _taken(part: Boxes, whole: Tensor) -> Tensor:
-    """Return the boxes of a whole tensor as the local one."""
-    local = whole.new_empty(part.shape)
-    for box in part.boxes:
-        to, source = (
-            tuple(slice(at, at + n) for at, n in zip(begin, box.size, strict=True)) for begin in (box.at, box.offset)
-        )
-        local[to] = whole[source]
-    return local
 
 
 def _apply_named(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None) -> None:

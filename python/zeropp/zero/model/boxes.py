@@ -57,6 +57,17 @@ class Boxes:
         """True if the local tensor is the whole one."""
         return self == whole_of(self.whole)
 
+    def taken(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the boxes of a whole tensor as the local one."""
+        local = whole.new_empty(self.shape)
+        for box in self.boxes:
+            to, source = (
+                tuple(slice(at, at + n) for at, n in zip(begin, box.size, strict=True))
+                for begin in (box.at, box.offset)
+            )
+            local[to] = whole[source]
+        return local
+
     def index_in_whole(self, elem: int) -> Dims:
         """Return the index in the whole tensor of an element of the local one, which is counted in its order."""
         index: tuple[int, ...] = ()
