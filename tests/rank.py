@@ -37,7 +37,7 @@ def load(path: Path) -> ModuleType:
 def use(device: str) -> None:
     """Make a device that of new tensors. The simulated GPU becomes torch's before zeropp is imported."""
     if device.startswith("sim"):
-        importlib.import_module("sim")
+        importlib.import_module("sim").register_backend()
         torch.set_default_device("sim")
         sum_on_the_host()
     if device == "sim-offload":

@@ -49,7 +49,9 @@ class Net(nn.Module):
 
 
 def _mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(
+        torch.get_default_device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")
+    )
 
 
 def _net(dtype: torch.dtype = torch.float32) -> Net:
@@ -283,6 +285,34 @@ def test_a_model_in_shards_is_cut() -> None:
     whole = zeropp.full_state_dict(model)
     for name, value in values.items():
         assert (whole[name] - value).abs().max() < 2e-6, name
+
+
+@pytest.mark.parametrize(
+    "stage", [0, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+@on_ranks(2, devices=("sim",), backend="simulated")
+def test_slices_on_gpus(stage: int) -> None:
+    _slices_on_gpus(stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(4, devices=("sim", "sim-lazy"), backend="simulated")
+def test_slices_on_gpus_over_data_ranks(stage: int) -> None:
+    _slices_on_gpus(stage)
+
+
+def _slices_on_gpus(stage: int) -> None:
+    """Shards are on the device; values and norms are those of one process, within the bound of the CPU."""
+    mesh = _mesh()
+    model = _cut(mesh)
+    model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=stage), mesh=mesh)
+    norms = [float(norm) for norm in _train(model, optimizer, mesh, 4)]
+    wanted, values = _joined(4, mesh.size(0))
+    assert norms == pytest.approx(wanted, rel=1e-5)
+    whole = zeropp.full_state_dict(model)
+    for name, value in values.items():
+        assert (whole[name] - value.cpu()).abs().max() < 2e-6, name
 
 
 @pytest.mark.parametrize("stage", [0, 3])

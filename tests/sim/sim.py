@@ -158,11 +158,43 @@ class Group(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
+    def allgather_into_tensor_coalesced(self, outs: list[Any], sources: list[Any], *unused: Any, **also: Any) -> _Done:
+        for out, source in zip(outs, sources, strict=True):
+            self.all_gather_single(out, source)
+        return _Done(outs)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outs: list[Any], sources: list[Any], opts: Any = None, **unused: Any
+    ) -> _Done:  # fmt: skip
+        for out, source in zip(outs, sources, strict=True):
+            self.reduce_scatter_single(out, source, opts)
+        return _Done(outs)
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None, **unused: Any) -> _Done:
         return self._run("ncclAllReduce", tensors[0], tensors[0], tensors[0].numel(), self._operator(opts))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None, **unused: Any) -> _Done:
         return self._run("ncclBroadcast", tensors[0], tensors[0], tensors[0].numel(), opts.rootRank if opts else 0)
+
+    def scatter(self, outputs: list[torch.Tensor], sources: list[list[torch.Tensor]], opts: Any = None) -> _Done:
+        out = outputs[0]
+        root = opts.rootRank if opts else 0
+        mine = torch.cat([one.reshape(-1) for one in sources[0]]) if self.rank() == root else out.new_empty(0)
+        every = mine if self.rank() == root else out.new_empty(out.numel() * self.size())
+        self._run("ncclBroadcast", every, every, every.numel(), root)
+        out.copy_(every.view(self.size(), -1)[self.rank()].view(out.shape))
+        return _Done([out])
+
+    def alltoall_base(
+        self, out: torch.Tensor, source: torch.Tensor, out_splits: list[int], splits: list[int], *unused: Any, **also: Any
+    ) -> _Done:  # fmt: skip
+        if out_splits or splits:
+            raise ValueError("sim: all_to_all of parts of different sizes")
+        every = source.new_empty(self.size(), *source.shape)
+        self.all_gather_single(every, source.contiguous())
+        parts = every.view(self.size(), self.size(), -1)[:, self.rank()]
+        out.copy_(parts.reshape(out.shape))
+        return _Done([out])
 
     def barrier(self, *unused: Any, **also: Any) -> _Done:
         done = self.allreduce([torch.zeros(1, device="sim")])
@@ -213,12 +245,17 @@ class _Done(dist.Work):
         return future
 
 
-def init_process_group(folder: str, rank: int, ranks: int) -> None:
-    """Start torch.distributed on the device, for ranks that meet in a folder."""
+def register_backend() -> None:
+    """Make the backend "simulated", whose collectives run on the device, known to torch.distributed."""
 
     def make(store: Any, rank: int, ranks: int, timeout: Any) -> Group:
         return Group(store, rank, ranks)
 
     dist.Backend.register_backend("simulated", make, devices=["sim", "cpu"])
+
+
+def init_process_group(folder: str, rank: int, ranks: int) -> None:
+    """Start torch.distributed on the device, for ranks that meet in a folder."""
+    register_backend()
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("simulated", store=store, rank=rank, world_size=ranks)

@@ -57,7 +57,6 @@ def _problem_of(parameter: Any, mesh: Any) -> str:
         (parameter._spec.placements[0].is_partial(), "that is Partial; redistribute it to Shard or Replicate"),
         (parameter.is_complex(), "of complex numbers, which is not supported; hold it as pairs of real numbers"),
         (parameter.is_meta, "on meta, where nothing draws its values; build the model on the CPU, then cut it"),
-        (parameter.device.type != "cpu", f"on {parameter.device.type}; DTensors are supported on the CPU"),
     )  # fmt: skip
     return next((words for wrong, words in rows if wrong), "")
 
@@ -170,7 +169,7 @@ def _digests(plans: Sequence[UnitPlan]) -> Iterator[tuple[str, str]]:
             if parts_of(plan.params[0]) is not None and is_sharded(parameter):
                 continue  # its ranks have parts of it, and none has values to compare
             own = own_shard(parameter) if is_sharded(parameter) else local_of(parameter.detach())
-            values = own.contiguous().view(-1)
+            values = own.cpu().contiguous().view(-1)
             yield names[0], f"{tuple(parameter.shape)} {hashlib.sha256(byte_view(values)).hexdigest()}"
 
 
