@@ -329,3 +329,12 @@ def test_refusals() -> None:
     }
     for name, said in sentences.items():
         assert f"{KEYS[name]} does not combine with parameter 'weight' in float64: " in said, sentences
+
+
+@on_ranks(1, devices=("sim", "sim-offload"))
+def test_refused_on_gpus() -> None:
+    """Before training begins."""
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    adam = torch.optim.AdamW(model.parameters())
+    said = sentence(lambda: zeropp.prepare(model, adam, zeropp.Config(stage=2)), zeropp.ConfigError)
+    assert "where parameter 'weight' in float64 is not supported yet; convert the model with model.float()" in said

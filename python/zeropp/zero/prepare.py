@@ -30,7 +30,13 @@ from zeropp.zero.device_plan import require_host_memory
 from zeropp.zero.engine import Engine, engine_of, register
 from zeropp.zero.formulas import shares_host_copy
 from zeropp.zero.model import buffers, dtensor, meta, tied
-from zeropp.zero.model.accelerator import check_accelerator, check_experts, check_parameter_device, device_of
+from zeropp.zero.model.accelerator import (
+    check_accelerator,
+    check_experts,
+    check_parameter_device,
+    check_trained,
+    device_of,
+)
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers, trigger_around
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model.init import data_sharers, is_sharded, share_among
@@ -127,6 +133,7 @@ def prepare_over(
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
     plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
+    check_trained(device, plans)
     require_host_memory(plans, config, device, 1 if comm is None else comm.ranks)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)

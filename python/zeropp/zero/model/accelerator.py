@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from zeropp.config import Config
 from zeropp.errors import ConfigError
 from zeropp.zero.formulas import tier_of
+from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.model_state import CPU, shards_on_device
 
 
@@ -87,6 +89,16 @@ def check_experts(device: torch.device, experts: Any) -> None:
     for option in ("cache", "offload", "shared_by"):
         if device.type != "cpu" and getattr(experts, option, None) is not None:
             _refuse(device, f"Experts({option}=) is", "leave it out, or train on the CPU with Config(device='cpu')")
+
+
+def check_trained(device: torch.device, plans: Iterable[UnitPlan]) -> None:
+    """Raise zeropp.ConfigError for parameters that a GPU does not train yet."""
+    plan = next((one for one in plans if one.trainable and one.dtype == torch.float64), None)
+    if device.type != "cpu" and plan is not None:
+        _refuse(
+            device, f"parameter '{plan.names[0][0]}' in float64 is",
+            "convert the model with model.float(), or train on the CPU with Config(device='cpu')",
+        )  # fmt: skip
 
 
 def _check_gradients(config: Config, device: torch.device) -> None:
