@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import json
+import re
 import tempfile
 import time
 import weakref
@@ -177,6 +178,18 @@ def test_evaluation() -> None:
     if last:
         assert torch.allclose(output, net()(x), atol=1e-6)
     run.train(1)
+
+
+@on_ranks(2)
+def test_batches_of_another_size_are_refused() -> None:
+    """Before anything is sent, so that a batch of the right size trains on."""
+    run = Run(mesh_of(2, 1), "1F1B", stage=2)
+    had = rf"the first one of the schedule had \({ROWS}, {WIDTH}\)"
+    for rows, shape in ((MICRO * ROWS - 1, (ROWS - 1, WIDTH)), (MICRO * ROWS + MICRO, (ROWS + 1, WIDTH))):
+        if run.stages[0].is_first:
+            with pytest.raises(zeropp.ConfigError, match=re.escape(f"of 4 has inputs of shapes {shape}") + f".*{had}"):
+                run.schedule.step(torch.zeros(rows, WIDTH))
+        run.train(1)
 
 
 @on_ranks(2)

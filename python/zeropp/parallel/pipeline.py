@@ -10,7 +10,7 @@ norm or the step, so that the gradient for the stage before leaves first (csrc/z
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -165,6 +165,21 @@ class _Step:
     chunks: list[_Chunk]
     each: bool
     parts: int
+    shapes: list[torch.Size] | None = None
+    """Of the inputs of a micro-batch; None: no step ran yet."""
+
+    def require_shapes(self, micro_batches: Sequence[tuple[Any, ...]]) -> None:
+        """Refuse inputs of other shapes than those of the first micro-batch, for which stages send and receive."""
+        shapes = [[one.shape for one in inputs if isinstance(one, torch.Tensor)] for inputs in micro_batches]
+        wanted = shapes[0] if self.shapes is None and shapes else self.shapes
+        for at, found in enumerate(shapes):
+            if wanted is not None and found != wanted:
+                raise ConfigError(
+                    f"pipeline: micro-batch {at} of {len(micro_batches)} has inputs of shapes {_shown(found)}, and the first one of the "
+                    f"schedule had {_shown(wanted)}; all have one shape, because stages send and receive that alone: leave out a last "
+                    "batch that is smaller (DataLoader(drop_last=True)), pad it, or make stages and a schedule for it"
+                )
+        self.shapes = wanted
 
     @contextlib.contextmanager
     def run(self, micro_batches: int) -> Iterator[None]:
@@ -212,6 +227,10 @@ class _Step:
                 )
 
 
+def _shown(shapes: Sequence[torch.Size]) -> str:
+    return ", ".join(str(tuple(shape)) for shape in shapes)
+
+
 _classes: dict[type, type] = {}
 
 
@@ -220,6 +239,7 @@ def _class_for(original: type) -> type:
 
     def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._zeropp
+        step.require_shapes((args[0] if args else kwargs.get("arg_mbs")) or ())
         with step.run(self._n_microbatches) if self._has_backward else step.evaluation():
             return original._step_microbatches(self, *args, **kwargs)  # type: ignore[attr-defined]
 
