@@ -27,41 +27,50 @@ static int inside_functorch(Zero *zero) {
 typedef struct {
     PyObject_HEAD
     Zero *zero;
-    PyObject *call;     /* the function of the module's own _call_impl, or what replaced it (compile) */
-    PyObject *module;   /* weak reference */
-    int bound;          /* `call` is a function that gets the module as its self */
+    PyObject *call;     /* the module's own _call_impl, or what replaced it (compile) */
     PyObject *units;    /* tuple of Unit */
-    PyObject *leaf;     /* tuple of dicts of hooks, see hangs_on_output; NULL: not one of torch's leaf modules */
+    PyObject *leaf;     /* tuple of dicts, see hangs_on_output; NULL: not one of torch's leaf modules */
     Py_ssize_t layer;   /* number among the layers that may be left out, where `skipped` is there */
     PyObject *skipped;  /* what is called in the place of `call` when the layer is left out; NULL: it never is */
     PyObject *check;    /* (args, kwargs, output) -> None, after its forwards in training until it returns; then NULL */
     bool moves;         /* some of its units are released; other units read in it stay until its backward ends */
-} Trigger; /* It refers neither to itself nor to the module, so a model's memory goes with the last reference to it. */
+    PyObject *gate;     /* {0: backward}, shared by all tensors that it is put on */
+    PyObject *backward; /* callable: the gate's only entry */
+} Trigger;
 
 static PyTypeObject *trigger_type;
 
+static bool has_unit(Trigger *trigger, const Unit *unit) {
+    const Py_ssize_t count = PyTuple_Size(trigger->units);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if ((Unit *)PyTuple_GetItem(trigger->units, i) == unit) return true;
+    return false;
+}
+
 /* Frozen units get no gradient that would release them; here we stand between two nodes, so it is safe to. */
-static int release_frozen(Zero *zero, PyObject *needed) {
+static int release_frozen(Trigger *trigger) {
+    Zero *zero = trigger->zero;
     const Py_ssize_t count = PyList_Size(zero->units);
     for (Py_ssize_t i = 0; i < count; i++) {
         Unit *unit = (Unit *)PyList_GetItem(zero->units, i);
-        if (unit->unit->trainable || !zpp_unit_is_gathered(unit->unit) || !zpp_unit_moves(unit->unit)) continue;
-        if (!PySequence_Contains(needed, (PyObject *)unit) && zpp_py_release(unit)) return -1;
+        if (unit->unit->trainable || !zpp_unit_is_gathered(unit->unit) || has_unit(trigger, unit)) continue;
+        if (zpp_unit_moves(unit->unit) && zpp_py_release(unit)) return -1;
     }
     return 0;
 }
 
 static PyObject *before_backward(PyObject *self, PyObject *gradient) {
     (void)gradient;
-    Zero *zero = (Zero *)PyTuple_GetItem(self, 0);
-    PyObject *units = PyTuple_GetItem(self, 1);
+    Trigger *trigger = (Trigger *)self;
+    Zero *zero = trigger->zero;
     if (zero->closed) Py_RETURN_NONE;
     long task = -1;
     if (zpp_py_enter_backward(zero, false, &task)) return NULL;
     if (!zero->moves) Py_RETURN_NONE;
-    if (zero->moves_frozen && !zero->keep_passes && release_frozen(zero, units)) return NULL;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(units); i++) {
-        Unit *unit = (Unit *)PyTuple_GetItem(units, i);
+    if (zero->moves_frozen && !zero->keep_passes && release_frozen(trigger)) return NULL;
+    const Py_ssize_t count = PyTuple_Size(trigger->units);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Unit *unit = (Unit *)PyTuple_GetItem(trigger->units, i);
         if (zpp_unit_moves(unit->unit) && zpp_py_need(unit, ZPP_PHASE_BACKWARD)) return NULL;
     }
     Py_RETURN_NONE;
@@ -70,28 +79,25 @@ static PyObject *before_backward(PyObject *self, PyObject *gradient) {
 static PyMethodDef before_backward_def = { "zeropp_before_backward", before_backward, METH_O, NULL };
 
 /* The tensor has hooks already: join their dict, under a key of our own. */
-static int join_hooks(PyObject *backward, PyObject *hooks) {
-    PyObject *key = PyLong_FromVoidPtr(backward);
+static int join_hooks(Trigger *trigger, PyObject *hooks) {
+    PyObject *key = PyLong_FromVoidPtr(trigger);
     if (!key) return -1;
-    const int failed = PyObject_SetItem(hooks, key, backward);
+    const int failed = PyObject_SetItem(hooks, key, trigger->backward);
     Py_DECREF(key);
     return failed;
 }
 
-/* A dict of its own goes to the node, then the tensor forgets it, so that a later user hook cannot land in a dict that
+/* The prebuilt dict goes to the node, then the tensor forgets it, so that a later user hook cannot land in a dict that
  * lives on. */
-static int register_gate(PyObject *backward, PyObject *tensor, PyObject *node) {
-    PyObject *gate = Py_BuildValue("{iO}", 0, backward);
-    const int failed = !gate || PyObject_SetAttr(tensor, zpp_str_backward_hooks, gate);
-    Py_XDECREF(gate);
-    if (failed) return -1;
+static int register_gate(Trigger *trigger, PyObject *tensor, PyObject *node) {
+    if (PyObject_SetAttr(tensor, zpp_str_backward_hooks, trigger->gate)) return -1;
     PyObject *done = PyObject_CallMethodObjArgs(node, zpp_str_register_hook_dict, tensor, NULL);
     if (!done) return -1;
     Py_DECREF(done);
     return PyObject_SetAttr(tensor, zpp_str_backward_hooks, Py_None);
 }
 
-static int gate_tensor(PyObject *backward, PyObject *tensor) {
+static int gate_tensor(Trigger *trigger, PyObject *tensor) {
     PyObject *node = PyObject_GetAttr(tensor, zpp_str_grad_fn);
     if (!node) { /* not a tensor */
         PyErr_Clear();
@@ -102,7 +108,7 @@ static int gate_tensor(PyObject *backward, PyObject *tensor) {
     if (node != Py_None) { /* else a leaf, whose gradient passes no node of ours */
         hooks = PyObject_GetAttr(tensor, zpp_str_backward_hooks);
         if (!hooks) PyErr_Clear();
-        else failed = hooks != Py_None ? join_hooks(backward, hooks) : register_gate(backward, tensor, node);
+        else failed = hooks != Py_None ? join_hooks(trigger, hooks) : register_gate(trigger, tensor, node);
     }
     Py_XDECREF(hooks);
     Py_DECREF(node);
@@ -111,34 +117,26 @@ static int gate_tensor(PyObject *backward, PyObject *tensor) {
 
 enum { OUTPUT_DEPTH = 16 }; /* deeper nesting is left to the saved-tensor hooks */
 
-static int gate_output(PyObject *backward, PyObject *output, int depth) {
+static int gate_output(Trigger *trigger, PyObject *output, int depth) {
     if (output == Py_None || depth > OUTPUT_DEPTH) return 0;
-    if (PyTuple_Check(output) || PyList_Check(output)) {
-        PyObject *(*const item)(PyObject *, Py_ssize_t) = PyTuple_Check(output) ? PyTuple_GetItem : PyList_GetItem;
-        for (Py_ssize_t i = 0; i < PySequence_Size(output); i++)
-            if (gate_output(backward, item(output, i), depth + 1)) return -1;
+    if (PyTuple_Check(output)) {
+        for (Py_ssize_t i = 0; i < PyTuple_Size(output); i++)
+            if (gate_output(trigger, PyTuple_GetItem(output, i), depth + 1)) return -1;
+        return 0;
+    }
+    if (PyList_Check(output)) {
+        for (Py_ssize_t i = 0; i < PyList_Size(output); i++)
+            if (gate_output(trigger, PyList_GetItem(output, i), depth + 1)) return -1;
         return 0;
     }
     if (PyDict_Check(output)) {
         PyObject *key, *value;
         Py_ssize_t at = 0;
         while (PyDict_Next(output, &at, &key, &value))
-            if (gate_output(backward, value, depth + 1)) return -1;
+            if (gate_output(trigger, value, depth + 1)) return -1;
         return 0;
     }
-    return gate_tensor(backward, output);
-}
-
-/* The graph keeps the module alive, too: without it, the backward would have no parameters. */
-static int put_gate(const Trigger *trigger, PyObject *output) {
-    PyObject *module = PyObject_CallNoArgs(trigger->module);
-    PyObject *kept = module ? PyTuple_Pack(3, (PyObject *)trigger->zero, trigger->units, module) : NULL;
-    PyObject *backward = kept ? PyCFunction_NewEx(&before_backward_def, kept, NULL) : NULL;
-    const int failed = backward ? gate_output(backward, output, 0) : -1;
-    Py_XDECREF(backward);
-    Py_XDECREF(kept);
-    Py_XDECREF(module);
-    return failed;
+    return gate_tensor(trigger, output);
 }
 
 /* The state that one call of a trigger has opened, so that its end closes just that. */
@@ -193,42 +191,17 @@ static int begin_call(Trigger *trigger, struct open_call *call) {
     return call->recompute ? zpp_py_enter_backward(zero, true, &task) : 0;
 }
 
-/* What a trigger surrounds, as it is called. A new reference, or NULL with an error set. */
-static PyObject *surrounded(PyObject *self, void *unused) {
-    (void)unused;
-    const Trigger *trigger = (Trigger *)self;
-    if (!trigger->bound) return Py_NewRef(trigger->call);
-    PyObject *module = PyObject_CallNoArgs(trigger->module);
-    const descrgetfunc bind = (descrgetfunc)PyType_GetSlot(Py_TYPE(trigger->call), Py_tp_descr_get);
-    PyObject *bound = module ? bind(trigger->call, module, NULL) : NULL;
-    Py_XDECREF(module);
-    return bound;
-}
-
-static PyObject *call_surrounded(Trigger *trigger, PyObject *args, PyObject *kwargs) {
-    PyObject *call = surrounded((PyObject *)trigger, NULL);
-    if (!call) return NULL;
-    PyObject *output = PyObject_Call(call, args, kwargs);
-    Py_DECREF(call);
-    return output;
-}
-
-static bool has_own_forward(const Trigger *trigger) {
-    PyObject *module = PyObject_CallNoArgs(trigger->module);
-    PyObject *own = module ? PyObject_GenericGetDict(module, NULL) : NULL;
-    const bool found = !own || PyDict_GetItemWithError(own, zpp_str_forward) || PyErr_Occurred();
-    PyErr_Clear();
-    Py_XDECREF(own);
-    Py_XDECREF(module);
-    return found;
-}
-
 /* Of torch's own leaf modules (Linear, ...) everything that is saved is behind the one tensor that they return, so the
  * gate on it is enough, and saved-tensor hooks (5 us a module) are not needed; unless hooks of the user, or a
- * forward of the instance's own, run in between. */
+ * forward of the instance's own, run in between. leaf: the instance's dict, then the dicts of hooks. */
 static bool hangs_on_output(const Trigger *trigger) {
-    if (!trigger->leaf || has_own_forward(trigger)) return false;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(trigger->leaf); i++)
+    if (!trigger->leaf) return false;
+    if (PyDict_GetItemWithError(PyTuple_GetItem(trigger->leaf, 0), zpp_str_forward) || PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+    }
+    const Py_ssize_t count = PyTuple_Size(trigger->leaf);
+    for (Py_ssize_t i = 1; i < count; i++)
         if (PyDict_Size(PyTuple_GetItem(trigger->leaf, i)) != 0) return false;
     return true;
 }
@@ -319,11 +292,10 @@ static bool is_gated(const Trigger *trigger, const struct open_call *call) {
 
 static PyObject *run_forward(Trigger *trigger, const struct open_call *call, PyObject *args, PyObject *kwargs) {
     const uint64_t began_ns = zpp_span_begin();
-    PyObject *output =
-        call->dropped ? PyObject_Call(trigger->skipped, args, kwargs) : call_surrounded(trigger, args, kwargs);
+    PyObject *output = PyObject_Call(call->dropped ? trigger->skipped : trigger->call, args, kwargs);
     if (began_ns) zpp_span_end(began_ns, ZPP_SPAN_FORWARD, name_of(trigger, call), 0);
     output = check_output(trigger, call, args, kwargs, output);
-    if (output && is_gated(trigger, call) && put_gate(trigger, output)) Py_CLEAR(output);
+    if (output && is_gated(trigger, call) && gate_output(trigger, output, 0)) Py_CLEAR(output);
     return output;
 }
 
@@ -343,7 +315,7 @@ static PyObject *end_call(Trigger *trigger, const struct open_call *call, PyObje
 static PyObject *trigger_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     Trigger *trigger = (Trigger *)self;
     Zero *zero = trigger->zero;
-    if (zero->closed) return call_surrounded(trigger, args, kwargs);
+    if (zero->closed) return PyObject_Call(trigger->call, args, kwargs);
     struct open_call call = { 0 };
     if (begin_call(trigger, &call)) return NULL;
     if (!zero->depth) zero->caller = PyThread_get_thread_ident();
@@ -359,22 +331,24 @@ static int trigger_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT((PyObject *)trigger->zero);
     Py_VISIT(trigger->call);
-    Py_VISIT(trigger->module);
     Py_VISIT(trigger->units);
     Py_VISIT(trigger->leaf);
     Py_VISIT(trigger->skipped);
     Py_VISIT(trigger->check);
+    Py_VISIT(trigger->gate);
+    Py_VISIT(trigger->backward);
     return 0;
 }
 
 static int trigger_clear(PyObject *self) {
     Trigger *trigger = (Trigger *)self;
     Py_CLEAR(trigger->call);
-    Py_CLEAR(trigger->module);
     Py_CLEAR(trigger->units);
     Py_CLEAR(trigger->leaf);
     Py_CLEAR(trigger->skipped);
     Py_CLEAR(trigger->check);
+    Py_CLEAR(trigger->gate);
+    Py_CLEAR(trigger->backward);
     PyObject *zero = (PyObject *)trigger->zero;
     trigger->zero = NULL;
     Py_XDECREF(zero);
@@ -389,24 +363,43 @@ static void trigger_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* Trigger(zero, units, call, bound, module, leaf): leaf is a tuple of dicts or None, see hangs_on_output */
+static bool is_tuple_of_dicts(PyObject *tuple) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) == 0) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++)
+        if (!PyDict_Check(PyTuple_GetItem(tuple, i))) return false;
+    return true;
+}
+
+/* Trigger(zero, units, call, leaf): leaf is a tuple of dicts or None, see hangs_on_output */
 static int trigger_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Trigger *trigger = (Trigger *)self;
-    PyObject *zero, *units, *call, *module, *leaf;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!OpOO", &zero, &PyTuple_Type, &units, &call, &trigger->bound, &module, &leaf))
+    PyObject *zero, *units, *call, *leaf;
+    if (kwargs && PyDict_Size(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "Trigger takes no keyword arguments");
         return -1;
+    }
+    if (!PyArg_ParseTuple(args, "OO!OO", &zero, &PyTuple_Type, &units, &call, &leaf)) return -1;
+    if (leaf != Py_None && !is_tuple_of_dicts(leaf)) {
+        PyErr_SetString(PyExc_TypeError, "Trigger: leaf is neither None nor a tuple of dicts");
+        return -1;
+    }
     trigger->zero = (Zero *)Py_NewRef(zero);
     trigger->units = Py_NewRef(units);
     trigger->call = Py_NewRef(call);
-    trigger->module = Py_NewRef(module);
     trigger->leaf = leaf == Py_None ? NULL : Py_NewRef(leaf);
     for (Py_ssize_t i = 0; i < PyTuple_Size(units); i++) {
         const struct zpp_unit *unit = ((Unit *)PyTuple_GetItem(units, i))->unit;
         trigger->moves |= zpp_unit_moves(unit);
         if (!unit->trainable) Py_CLEAR(trigger->leaf); /* any gate may release it again, also one on the same tensor */
     }
-    return 0;
+    trigger->backward = PyCFunction_NewEx(&before_backward_def, self, NULL);
+    trigger->gate = trigger->backward ? Py_BuildValue("{iO}", 0, trigger->backward) : NULL;
+    return trigger->gate ? 0 : -1;
+}
+
+static PyObject *trigger_get_call(PyObject *self, void *unused) {
+    (void)unused;
+    return Py_NewRef(((Trigger *)self)->call);
 }
 
 static int trigger_set_call(PyObject *self, PyObject *value, void *unused) {
@@ -417,7 +410,6 @@ static int trigger_set_call(PyObject *self, PyObject *value, void *unused) {
     }
     PyObject *old = ((Trigger *)self)->call;
     ((Trigger *)self)->call = Py_NewRef(value);
-    ((Trigger *)self)->bound = false;
     Py_XDECREF(old);
     Py_CLEAR(((Trigger *)self)->leaf); /* what runs there now need not be torch's own */
     return 0;
@@ -449,7 +441,7 @@ static PyMethodDef trigger_methods[] = {
 };
 
 static PyGetSetDef trigger_getset[] = {
-    { "call", surrounded, trigger_set_call,
+    { "call", trigger_get_call, trigger_set_call,
       "what the trigger surrounds: the module's _call_impl, or its compiled form", NULL },
     { "units", trigger_get_units, NULL, "the units that are whole while it runs", NULL },
     { NULL, NULL, NULL, NULL, NULL },

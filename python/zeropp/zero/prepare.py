@@ -37,7 +37,7 @@ from zeropp.zero.model.accelerator import (
     check_trained,
     device_of,
 )
-from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers, trigger_around
+from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
 from zeropp.zero.model.gpus import bring, refuse_shared, require_gpu
 from zeropp.zero.model.init import data_sharers, is_sharded, share_among
 from zeropp.zero.model.parameter import engines, is_dtensor, raise_strays, ref_of
@@ -267,7 +267,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not callable(method):
         raise ConfigError(f"register_forward_method: {type(module).__name__} has no method '{name}'")
     if not isinstance(method, _C.Trigger):
-        module.__dict__[name] = trigger_around(method, module, engine.core, ())
+        module.__dict__[name] = _C.Trigger(engine.core, (), method, None)
 
 
 def attach(model: nn.Module, optimizer: Optimizer) -> None:

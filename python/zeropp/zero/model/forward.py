@@ -30,14 +30,9 @@ def install_triggers(model: nn.Module, engine: ModelState, plans: list[UnitPlan]
         _put_trigger(module, engine.core, tuple(units))
 
 
-def trigger_around(call: Any, module: nn.Module, core: Any, units: tuple[Any, ...], leaf: Any = None) -> Any:
-    """Return a trigger around a call of a module. It does not keep the module alive where the call is a method of the module."""
-    own = getattr(call, "__self__", None) is module
-    return _C.Trigger(core, units, call.__func__ if own else call, own, weakref.ref(module), leaf)
-
-
 def _put_trigger(module: nn.Module, core: Any, units: tuple[Any, ...]) -> Any:
-    trigger = trigger_around(module._compiled_call_impl or module._call_impl, module, core, units, _leaf(module))
+    inner = module._compiled_call_impl or module._call_impl
+    trigger: Any = _C.Trigger(core, units, inner, _leaf(module))
     module._compiled_call_impl = trigger
     module.compile = _CompileInside(module)  # type: ignore[method-assign]
     return trigger
@@ -60,13 +55,13 @@ _LEAVES = (
 
 
 def _leaf(module: nn.Module) -> tuple[dict[Any, Any], ...] | None:
-    """Return, for one of torch's leaf modules, every dict of hooks that could run in it; None for other modules."""
+    """Return, for one of torch's leaf modules, its dict and every dict of hooks that could run in it; None for other modules."""
     if type(module) not in _LEAVES or module._compiled_call_impl is not None:
         return None
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     own = [getattr(module, f"_{kind}") for kind in kinds]
     of_all = [getattr(nn.modules.module, f"_global_{kind}") for kind in kinds]
-    return (*own, *of_all)
+    return (module.__dict__, *own, *of_all)
 
 
 class _CompileInside:

@@ -67,17 +67,18 @@ def _meta_names(module: nn.Module) -> list[str]:
 
 def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module once, with its path, in the order in which constructors finish."""
-    yield from _visit("", model, set())
+    seen: set[nn.Module] = set()
 
+    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from visit(f"{path}.{name}" if path else name, child)
+        yield path, module
 
-def _visit(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _visit(f"{path}.{name}" if path else name, child, seen)
-    yield path, module
+    yield from visit("", model)
 
 
 def _draws_of(model: nn.Module, path: str) -> list[Draw]:

@@ -84,26 +84,29 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the children of the outermost containers that repeat one class: the layers of most transformers."""
     blocks: list[nn.Module] = []
     seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        children = list(module.children())
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            kinds = [type(c) for c in children if _has_params(c)]
+            repeated = {k for k in kinds if kinds.count(k) > 1}
+            for child in children:
+                if type(child) in repeated:
+                    if child not in seen:
+                        seen.update(child.modules())
+                        blocks.append(child)
+                else:
+                    visit(child)
+            return
+        for child in children:
+            visit(child)
+
     for entry in entries_of(model):
-        _add_repeated(entry, blocks, seen)
+        visit(entry)
     return blocks
-
-
-def _add_repeated(module: nn.Module, blocks: list[nn.Module], seen: set[nn.Module]) -> None:
-    if module in seen:
-        return
-    seen.add(module)
-    children = list(module.children())
-    repeated: set[type] = set()
-    if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-        kinds = [type(c) for c in children if _has_params(c)]
-        repeated = {k for k in kinds if kinds.count(k) > 1}
-    for child in children:
-        if type(child) not in repeated:
-            _add_repeated(child, blocks, seen)
-        elif child not in seen:
-            seen.update(child.modules())
-            blocks.append(child)
 
 
 def _blocks_of_classes(model: nn.Module, classes: Iterable[type | str]) -> list[nn.Module]:
