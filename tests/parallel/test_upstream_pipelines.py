@@ -111,16 +111,17 @@ def test_evaluation_between_steps() -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_inputs_of_another_shape_or_type(stage: int) -> None:
-    """torch's own check, which it makes where TORCH_DISTRIBUTED_DEBUG is DETAIL, ends the step of the first stage before anything was
-    sent. The step after it is right."""
+    """Our check of shapes, and torch's own of types, which it makes where TORCH_DISTRIBUTED_DEBUG is DETAIL, end the step of the first
+    stage before anything was sent. The step after it is right."""
     run = Run(mesh_of(2, 1), "1F1B", stage=stage)
     run.train(1)
     x, _ = batch(0, 0)
     if run.stages[0].is_first:
         run.stages[0]._runtime_validate = True
-        for wrong, said in ((torch.cat([x, x]), "shape"), (x.double(), "dtype")):
-            with pytest.raises(PipeliningMetadataError, match=said):
-                run.schedule.step(wrong)
+        with pytest.raises(zeropp.ConfigError, match="drop_last"):
+            run.schedule.step(torch.cat([x, x]))
+        with pytest.raises(PipeliningMetadataError, match="dtype"):
+            run.schedule.step(x.double())
     of_all_ranks(None)
     found = _second_step(run)
     wanted, _ = plain(2, 1)
