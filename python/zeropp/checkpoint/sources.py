@@ -24,6 +24,7 @@ from zeropp.errors import CheckpointError
 from zeropp.files import disk
 from zeropp.files.hub_names import converts, merges_of, rows_of
 from zeropp.files.safefile import Piece, write_pieces
+from zeropp.zero.model.boxes import slices
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 FILE_BYTES = 2 << 30
@@ -53,11 +54,7 @@ class Source(ABC):
     def box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         """Return a box of a tensor."""
         values: torch.Tensor = self.whole(name)
-        return values.detach()[_slices(offset, size)]
-
-
-def _slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
+        return values.detach()[slices(offset, size)]
 
 
 class _Mapped(Source):
@@ -104,7 +101,7 @@ class _Safetensors(Source):
     def box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         if not offset:
             return super().box(name, offset, size)
-        values: torch.Tensor = self._file.get_slice(name)[_slices(offset, size)]
+        values: torch.Tensor = self._file.get_slice(name)[slices(offset, size)]
         return values
 
 
@@ -177,7 +174,7 @@ class _Merged(Source):
         if not self._merges[self._of[name][0]].by_rows:
             return super().box(name, offset, size)
         rows = slice(offset[0], offset[0] + size[0])
-        return self._made(name, rows)[_slices((0, *offset[1:]), size)]
+        return self._made(name, rows)[slices((0, *offset[1:]), size)]
 
 
 def as_model_has(source: Source, model: Any, known: Mapping[str, Any]) -> Source:

@@ -124,10 +124,11 @@ def set_full(param: nn.Parameter, values: torch.Tensor, kind: str = "value") -> 
     """
     part = _Part(_ref(param))
     require_untied([part.unit], "set_full")
-    shape = tuple(part.entry.held.whole)
+    held = part.entry.held
+    shape = tuple(held.whole)
     if tuple(values.shape) != shape:
         raise ConfigError(f"set_full: values of shape {tuple(values.shape)} for '{part.name}' of shape {shape}")
-    flat = part.entry.numbers(part.own_of(values.detach()))
+    flat = part.entry.numbers(values.detach() if held.is_whole else held.taken(values.detach()))
     if kind == "value":
         with part.engine.write_shards(), torch.no_grad():
             if part.unit.place == WHOLE or part.unit.local:
@@ -178,12 +179,6 @@ class _Part:
         """Yield the spans of every rank."""
         for rank in range(self.unit.ranks):
             yield self._span(rank * self.unit.shard_elems)
-
-    def own_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return what the ranks of the unit have of a whole tensor."""
-        if self.parts is not None:
-            return self.parts.take(whole)
-        return whole if self.entry.held.is_whole else self.entry.held.taken(whole)
 
     def read(self, kind: str) -> torch.Tensor | None:
         """Return this rank's part, 1-D, perhaps a view."""

@@ -296,7 +296,7 @@ def _status_while_split(parameter: Any) -> ZeroParamStatus:
 
 
 def _built_slice(parameter: Any) -> torch.Tensor:
-    return _described(building._values_of(parameter).detach(), False)
+    return _described(building.own_shard(parameter).detach(), False)
 
 
 for _kind in (PartitionedParameter, ShardedParameter):

@@ -61,11 +61,7 @@ class Boxes:
         """Return a copy of the boxes of a whole tensor as the local one."""
         local = whole.new_empty(self.shape)
         for box in self.boxes:
-            to, source = (
-                tuple(slice(at, at + n) for at, n in zip(begin, box.size, strict=True))
-                for begin in (box.at, box.offset)
-            )
-            local[to] = whole[source]
+            local[slices(box.at, box.size)] = whole[slices(box.offset, box.size)]
         return local
 
     def index_in_whole(self, elem: int) -> Dims:
@@ -79,6 +75,11 @@ class Boxes:
             if all(0 <= i < n for i, n in zip(inside, box.size, strict=True)):
                 return tuple(offset + i for offset, i in zip(box.offset, inside, strict=True))
         raise AssertionError("boxes fill the local tensor")
+
+
+def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
 def whole_of(shape: Sequence[int]) -> Boxes:

@@ -45,8 +45,7 @@ from torch.nn.modules.module import (
 )
 
 from zeropp.comm.collective import all_gather, broadcast, exchange
-from zeropp.comm.group import communicator
-from zeropp.comm.job import JobRanks, sub_communicator
+from zeropp.comm.job import JobRanks, sub_communicator, world
 from zeropp.comm.rendezvous import all_come
 from zeropp.config import Folders, folders
 from zeropp.errors import ConfigError, PartitionedParameterError
@@ -134,9 +133,7 @@ class Sharers:
 
     @property
     def comm(self) -> Any:
-        if self.ranks == 1:
-            return None
-        return communicator() if self.numbers is None else sub_communicator(self.numbers)
+        return world().data if self.numbers is None else sub_communicator(self.numbers)
 
     def of_equal(self, place: int) -> Sharers:
         """Return those of these ranks that give the same number as this one; collective."""
@@ -294,7 +291,7 @@ def materialise(parameter: torch.Tensor) -> torch.Tensor:
 def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's shard of a sharded parameter into its place among all values: 1-D, of the parameter's length."""
     with torch._C.DisableTorchFunctionSubclass():
-        mine = _values_of(parameter)
+        mine = own_shard(parameter)
         part = whole[_record_of(parameter).sharers.rank * mine.numel() :][: mine.numel()]
         part.copy_(mine[: part.numel()])
 
@@ -600,11 +597,6 @@ def become_plain(parameter: torch.Tensor) -> None:
     parameter.__class__ = plain_class(parameter)
 
 
-def own_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded parameter's values, 1-D."""
-    return _values_of(parameter)
-
-
 # --- other ranks share ---------------------------------------------------------------------------------------------------
 Kept = tuple[torch.Tensor, torch.Tensor]
 
@@ -656,11 +648,8 @@ def share_among(named: Iterable[tuple[str, torch.Tensor]], sharers: Sharers) -> 
 
 
 def _ranks() -> int:
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return 1
-        dist.init_process_group("zeropp")
-    return dist.get_world_size()
+    comm = world().data
+    return 1 if comm is None else int(comm.ranks)
 
 
 def _record_of(parameter: torch.Tensor) -> _Record:
@@ -668,7 +657,8 @@ def _record_of(parameter: torch.Tensor) -> _Record:
     return record
 
 
-def _values_of(parameter: torch.Tensor) -> torch.Tensor:
+def own_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded parameter's values, 1-D."""
     values = _record_of(parameter).values
     assert values is not None, "a sharded parameter has a shard"
     return values
@@ -705,7 +695,7 @@ def _is_alone(parameter: torch.Tensor) -> bool:
 
 
 def _gather(parameter: torch.Tensor) -> torch.Tensor:
-    mine, numel, sharers = _values_of(parameter), local_of(parameter).numel(), _record_of(parameter).sharers
+    mine, numel, sharers = own_shard(parameter), local_of(parameter).numel(), _record_of(parameter).sharers
     if sharers.ranks == 1:
         return mine[:numel].clone()
     whole = torch.empty(mine.numel() * sharers.ranks, dtype=mine.dtype, device=mine.device)

@@ -15,7 +15,7 @@ from torch import nn
 
 from zeropp.comm.collective import all_gather
 from zeropp.errors import PartitionedParameterError
-from zeropp.zero.model.boxes import Boxes, Dims
+from zeropp.zero.model.boxes import Boxes, slices
 from zeropp.zero.model.parameter import METADATA, Managed, converts_nothing, leaves_of, ref_of
 
 
@@ -87,10 +87,7 @@ class Parts:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of whole values."""
-        part = torch.empty(self.own.shape, dtype=whole.dtype, device=whole.device)
-        for box in self.own.boxes:
-            part[slices(box.at, box.size)] = whole[slices(box.offset, box.size)]
-        return part
+        return self.own.taken(whole)
 
     def gather_some(self, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Return whole values, zeros where a rank has no part of them; None if no rank has any. Collective."""
@@ -135,11 +132,6 @@ class Division(Protocol):
 
     def install(self, engine: Any) -> None:
         """Let the modules compute with the parts, of units of this engine."""
-
-
-def slices(offset: Dims, size: Dims) -> tuple[slice, ...]:
-    """Return the index of a box."""
-    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
 def cut(parameter: nn.Parameter, parts: Parts) -> nn.Parameter:
