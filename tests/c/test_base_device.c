@@ -355,9 +355,9 @@ static void sim_shows_a_missing_event(void) {
     return;
 #endif
     struct zpp_err err = ZPP_ERR_INIT;
-    int shown = 0;
-    for (uint64_t seed = 1; seed <= 50; ++seed) {
-        zpp_device *device = new_sim(seed, 100);
+    int shown = 0, tried = 0;
+    while (tried < 50 || (shown == tried && tried < 1000)) { /* on a busy machine the writer is late in many */
+        zpp_device *device = new_sim((uint64_t)++tried, 100);
         zpp_stream *writer = new_stream(device, ZPP_STREAM_QUEUE), *reader = new_stream(device, ZPP_STREAM_HOST);
         zpp_event *end = new_event(device), *written = new_event(device);
         static const float one = 1.0f;
@@ -377,8 +377,8 @@ static void sim_shows_a_missing_event(void) {
         zpp_device_free(device, cell, sizeof(float));
         zpp_device_destroy(device);
     }
-    printf("(%d of 50 schedules) ", shown);
-    CHECK(shown > 0); /* all 50, where the machine is busy */
+    printf("(%d of %d schedules) ", shown, tried);
+    CHECK(shown > 0 && shown < tried);
 }
 
 static void counters_order_streams(zpp_device *device) {

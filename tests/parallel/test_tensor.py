@@ -96,22 +96,26 @@ def _joined(steps: int, data: int) -> tuple[list[float], dict[str, Tensor]]:
     return norms, model.state_dict()
 
 
+def _require_training_of_one_process(model: Any, optimizer: Any, mesh: Any) -> None:
+    """Train 4 clipped steps of AdamW in fp32: sums in another order, which a step of 1e-3 amplifies to at most 2e-6."""
+    norms = [float(norm) for norm in _train(model, optimizer, mesh, 4)]
+    wanted, values = _joined(4, mesh.size(0))
+    assert norms == pytest.approx(wanted, rel=1e-5)  # a copy that counted twice would be off by percents
+    whole = zeropp.full_state_dict(model)
+    for name, value in values.items():
+        assert (whole[name] - value.cpu()).abs().max() < 2e-6, name
+
+
 @pytest.mark.parametrize(
     "stage, host_copy",
     [(0, "auto"), (2, "auto"), (3, "off"), pytest.param(1, "off", marks=pytest.mark.slow), pytest.param(3, "auto", marks=pytest.mark.slow)],
 )  # fmt: skip
 @on_ranks(2, 4)
 def test_parity_with_one_process(stage: int, host_copy: str) -> None:
-    """fp32, 4 clipped steps of AdamW: sums in another order, which a step of 1e-3 amplifies to at most 2e-6."""
     mesh = _mesh()
     model = _cut(mesh)
     model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=stage, host_copy=host_copy), mesh=mesh)
-    norms = _train(model, optimizer, mesh, 4)
-    wanted, values = _joined(4, mesh.size(0))
-    assert norms == pytest.approx(wanted, rel=1e-5)  # a copy that counted twice would be off by percents
-    whole = zeropp.full_state_dict(model)
-    for name, value in values.items():
-        assert (whole[name] - value).abs().max() < 2e-6, name
+    _require_training_of_one_process(model, optimizer, mesh)
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
@@ -256,12 +260,7 @@ def test_states_and_gradients_on_nvme(grads: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         offload = zeropp.Offload(optimizer="nvme", grads=grads, path=of_all_ranks(folder)[0])
         model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=3, offload=offload), mesh=mesh)
-        norms = _train(model, optimizer, mesh, 4)
-        wanted, values = _joined(4, 2)
-        assert norms == pytest.approx(wanted, rel=1e-5)
-        whole = zeropp.full_state_dict(model)
-        for name, value in values.items():
-            assert (whole[name] - value).abs().max() < 2e-6, name
+        _require_training_of_one_process(model, optimizer, mesh)
         dist.barrier()
 
 
@@ -279,12 +278,7 @@ def test_a_model_in_shards_is_cut() -> None:
     _cut(mesh, model=model)
     assert model.head.weight.shape == (11, WIDTH)
     model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=3), mesh=mesh)
-    norms = _train(model, optimizer, mesh, 4)
-    wanted, values = _joined(4, 2)
-    assert norms == pytest.approx(wanted, rel=1e-5)
-    whole = zeropp.full_state_dict(model)
-    for name, value in values.items():
-        assert (whole[name] - value).abs().max() < 2e-6, name
+    _require_training_of_one_process(model, optimizer, mesh)
 
 
 @pytest.mark.parametrize(
@@ -307,12 +301,7 @@ def _slices_on_gpus(stage: int) -> None:
     mesh = _mesh()
     model = _cut(mesh)
     model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=stage), mesh=mesh)
-    norms = [float(norm) for norm in _train(model, optimizer, mesh, 4)]
-    wanted, values = _joined(4, mesh.size(0))
-    assert norms == pytest.approx(wanted, rel=1e-5)
-    whole = zeropp.full_state_dict(model)
-    for name, value in values.items():
-        assert (whole[name] - value.cpu()).abs().max() < 2e-6, name
+    _require_training_of_one_process(model, optimizer, mesh)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
