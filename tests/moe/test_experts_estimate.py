@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import moe_models
@@ -15,8 +16,10 @@ import torch.distributed as dist
 import zeropp
 from moe_models import batch, loss_of
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from zeropp.cli import main
 from zeropp.moe.crossing import hit
+from zeropp.parallel.tensor import own_plan
 
 LARGEST = 0.03
 """What estimate may be off, as in tests/zero/test_estimate.py."""
@@ -97,8 +100,103 @@ def test_several_numbers_of_ranks() -> None:
     assert one["weight_bytes"] * 2 == both["weight_bytes"] and one["crossing"] == both["crossing"]
 
 
+SHARED = zeropp.Experts(parallel=4, shared_by="tp")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_formulas_where_ranks_share_tokens(stage: int) -> None:
+    """tp 2 x dp 2: each of four ranks has a quarter of the experts, and of the rest of the model a half, over two data ranks."""
+    said = zeropp.estimate(on_meta("Mixtral"), zeropp.Config(stage=stage, precision="bf16", experts=SHARED),
+                           mesh={"dp": 2, "tp": 2}, sequence=64)  # fmt: skip
+    whole = sum(p.numel() for n, p in on_meta("Mixtral").named_parameters() if ".experts." in n)
+    part = whole / 4
+    assert said["experts"]["parameters"] == whole
+    assert abs(said["experts"]["states"] - 16 * part) <= LARGEST * 16 * part  # one rank has them, whatever the stage
+    halves = zeropp.Experts(parallel=2, shared_by="tp")
+    said = zeropp.estimate(on_meta("Mixtral"), zeropp.Config(stage=stage, precision="bf16", experts=halves),
+                           mesh={"dp": 2, "tp": 2})  # fmt: skip
+    wanted = {1: 4 * whole / 2 + 12 * whole / 4, 2: 2 * whole / 2 + 14 * whole / 4, 3: 16 * whole / 4}[stage]
+    assert abs(said["experts"]["states"] - wanted) <= LARGEST * wanted
+
+
+def test_rows_that_a_rank_receives() -> None:
+    """Of T = 64 tokens of width 32 in 2 layers, on 4 ranks of which two share tokens, in two bytes an element, forward and backward: T / 2
+    are routed, to 3 other ranks with a chance of 1/2 each, and come back; T / 2 rows are gathered."""
+    config = zeropp.Config(precision="bf16", experts=SHARED)
+    said = zeropp.estimate(on_meta("Mixtral"), config, mesh={"dp": 2, "tp": 2}, sequence=64)
+    assert said["traffic"]["experts"] == 2 * 2 * 32 * 2 * (2 * 32 * 3 * 0.5 + 32)
+    config = zeropp.Config(precision="bf16", experts=4)
+    said = zeropp.estimate(on_meta("Mixtral"), config, mesh={"dp": 2, "sp": 2}, sequence=64, micro_batches=3)
+    assert said["traffic"]["experts"] == 3 * 2 * 2 * 32 * 2 * (2 * 32 * 3 * 0.5)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("parallel", [2, 4])
+@pytest.mark.parametrize("named", [True, False])
+def test_estimate_of_shared_tokens_is_what_memory_says(parallel: int, named: bool) -> None:
+    """By the name of a dimension, and by a mesh that runs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = zeropp.Config(stage=2, experts=zeropp.Experts(parallel=parallel, shared_by="tp" if named else mesh["tp"]))
+    said = zeropp.estimate(on_meta("Mixtral"), config, mesh={"dp": 2, "tp": 2} if named else mesh)
+    model = moe_models.build("Mixtral", "grouped_mm")
+    plan = {name: style for name, style in own_plan(model, 2, "test", "").items() if ".experts" not in name}
+    zeropp.parallel.tensor(model, mesh["tp"], plan)
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config, mesh=mesh)
+    loss_of(model, batch(0, mesh.get_local_rank("dp"))).backward()
+    optimizer.step()
+    held = zeropp.memory(model, optimizer)["cpu"]
+    for kind in ("params", "grads", "optimizer"):
+        assert abs(held[kind]["held"] - said["cpu"][kind]) <= LARGEST * said["cpu"][kind] + 256, kind
+
+
+def test_speed_counts_the_experts_of_a_token() -> None:
+    """With two ranks that share tokens each computes half of what a token passes, of experts as of all else."""
+    given: dict[str, Any] = {"tokens": 100, "tflops": 1.0}
+    alone = zeropp.estimate(on_meta("Mixtral"), zeropp.Config(experts=2), ranks=2, **given)
+    experts = zeropp.Experts(parallel=2, shared_by="tp")
+    both = zeropp.estimate(on_meta("Mixtral"), zeropp.Config(experts=experts), mesh={"tp": 2}, **given)
+    idle = alone["experts"]["parameters"] - alone["experts"]["of_a_token"]
+    assert alone["compute_seconds"] == pytest.approx(6 * (alone["parameters"] - idle) * 100 / 1e12)
+    assert both["compute_seconds"] == pytest.approx(6 * (both["parameters"] - idle / 2) * 100 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("experts", "keywords", "sentence"),
+    [
+        (2, {"mesh": {"dp": 2, "tp": 2}}, "name the ranks that hold the same tokens, Experts(shared_by=mesh['tp'])"),
+        (zeropp.Experts(shared_by="sp"), {"mesh": {"dp": 2, "tp": 2}}, "Experts.shared_by 'sp' is no dimension of the mesh {'dp': 2, 'tp': 2}"),
+        (zeropp.Experts(shared_by="tp"), {"ranks": 2}, "Experts.shared_by 'tp' is no dimension of the mesh {}"),
+        (zeropp.Experts(parallel=3, shared_by="tp"), {"mesh": {"dp": 2, "tp": 2}}, "it is no multiple of the 2 ranks of Experts.shared_by"),
+    ],
+)  # fmt: skip
+def test_refusals_of_shared_tokens(experts: Any, keywords: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(zeropp.ConfigError, match=re.escape(sentence)):
+        zeropp.estimate(on_meta("Mixtral"), zeropp.Config(experts=experts), **keywords)
+
+
+@on_ranks(2)
+def test_a_group_has_no_name() -> None:
+    """Of a group that has as many ranks as tp; of another one; and without a mesh, where all ranks partition the model."""
+    group = dist.group.WORLD
+    config = zeropp.Config(experts=zeropp.Experts(shared_by=group))
+    by_name = zeropp.Config(experts=zeropp.Experts(shared_by="tp"))
+    mesh = {"dp": 2, "tp": 2}
+    assert zeropp.estimate(on_meta("Mixtral"), config, mesh=mesh) == zeropp.estimate(
+        on_meta("Mixtral"), by_name, mesh=mesh
+    )
+    with pytest.raises(zeropp.ConfigError, match=r"Experts.shared_by 2 ranks is no dimension of the mesh \{'tp': 4\}"):
+        zeropp.estimate(on_meta("Mixtral"), config, mesh={"tp": 4})
+    alone = zeropp.Config(experts=2)
+    said = zeropp.estimate(
+        on_meta("Mixtral"), zeropp.Config(experts=zeropp.Experts(parallel=2, shared_by=group)), ranks=2
+    )
+    assert said["cpu"] == zeropp.estimate(on_meta("Mixtral"), alone, ranks=2)["cpu"]
+
+
 def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     moe_models.build("Mixtral").config.save_pretrained(tmp_path)
     assert main(["estimate", str(tmp_path), "--ranks", "4", "--experts", "2"]) == 0
     said = capsys.readouterr().out
     assert "experts on 2 ranks" in said and "a rank both are equal" in said
+    assert main(["estimate", str(tmp_path), "--mesh", "dp=2", "tp=2", "--experts", "4"]) == 0
+    assert "experts on 4 ranks" in capsys.readouterr().out

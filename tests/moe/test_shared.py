@@ -318,6 +318,13 @@ def test_what_cannot_be() -> None:
         zeropp.ConfigError, match=r"hold the same tokens, and are not next to each other among the data ranks"
     ):
         zeropp.prepare(net(), None, zeropp.Config(experts=zeropp.Experts(shared_by=mesh["dp"])))
+    named = zeropp.Config(experts=zeropp.Experts(shared_by="sp"))
+    with pytest.raises(
+        zeropp.ConfigError, match=r"shared_by 'sp' is the name of a dimension, and the mesh has 'dp', 'tp'"
+    ):
+        zeropp.prepare(cut_net(mesh), None, named, mesh=mesh)
+    with pytest.raises(zeropp.ConfigError, match=r"shared_by 'sp' is the name of a dimension, and there is no mesh"):
+        zeropp.prepare(net(), None, named)
     for wrong in (mesh, 2):
         with pytest.raises(zeropp.ConfigError, match=r"Experts\.shared_by.*a mesh of one dimension"):
             zeropp.Experts(shared_by=wrong)

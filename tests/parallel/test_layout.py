@@ -213,6 +213,66 @@ def test_long_sequences_and_slow_networks_want_dimensions() -> None:
     assert split.dp * split.sp * split.tp * split.pp == 64 and split.tp <= 8
 
 
+def with_experts() -> Any:
+    """Qwen3-30B-A3B: 128 experts of 768 in 48 layers, of which a token passes 8."""
+    import transformers
+
+    return transformers.Qwen3MoeConfig(
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, hidden_size=2048, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936, intermediate_size=6144,
+    )  # fmt: skip
+
+
+def every_layout(**more: Any) -> list[Any]:
+    given = {**H100, "ranks": 64, "hosts": 8, "sequence": 8192, "batch": 512, "most": 400, **more}
+    return zeropp.layout(with_experts(), **given)
+
+
+def test_experts_of_different_ranks_are_compared() -> None:
+    """On one host a rank with a part of the experts need not recompute, which data parallelism alone has to, and loses by."""
+    chosen, *others = every_layout(ranks=8, hosts=1, batch=8)
+    assert chosen.ep == 8 and f"ep {chosen.ep}" in str(chosen) and "ep" not in chosen.mesh
+    data_alone = next(one for one in others if one.ep == 1 and one.mesh == {"dp": 8})
+    assert data_alone.lost_by.startswith("compute +"), data_alone
+    sent = [one for one in (chosen, *others) if one.ep > 1]
+    assert all(one.parts["ep"] > 0 and one.pp == 1 and one.ep % one.tp == 0 for one in sent)
+    assert all(128 % one.ep == 0 and one.dp * one.sp * one.tp % one.ep == 0 for one in sent)
+    assert {one.parts["ep"] for one in others if one.ep == 1} == {0.0}
+
+
+def test_experts_that_cost_more_to_reach_say_so() -> None:
+    """Rows over a slow network take longer than anything else. Over a fast one experts are one more thing that can go wrong."""
+    chosen, *others = every_layout(batch=64, links={"host": 400.0, "network": 10.0, "nvme": 20.0})
+    assert chosen.ep == 1
+    assert next(one for one in others if one.ep > 1 and one.ep > 8).lost_by.startswith("ep +")
+    fast = {"links": {"host": 4000.0, "network": 40000.0, "nvme": 20.0}, "sequence": 65536, "batch": 64}
+    chosen, *others = every_layout(**fast)
+    assert chosen.ep == 1
+    assert re.fullmatch(r"[+-][\d.]+%, 3 dimensions to 2", next(one for one in others if one.ep > 1).lost_by)
+
+
+def test_bytes_of_experts_are_those_of_estimate() -> None:
+    """The states of a layout, by its formulas, are those of ``zeropp.estimate`` for as many ranks with different experts."""
+    import transformers
+    from zeropp.parallel import layout
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(with_experts())
+    facts = layout._facts_of(model)
+    assert facts.experts == (layout.ExpertFacts(48, 128, 8, 128 * 3 * 768 * 2048),)
+    assert layout._facts_of(with_experts()) == facts
+    for stage, tp, ep in ((1, 1, 8), (2, 1, 16), (3, 1, 8), (1, 2, 8), (3, 2, 4)):
+        one = layout.Layout(16 // tp, 1, tp, 1, ep, stage, "none", False, 1, 1)
+        held = layout._bytes(one, facts, 0.0)
+        shared = "tp" if tp > 1 else None
+        config = zeropp.Config(stage=stage, precision="bf16", experts=zeropp.Experts(parallel=ep, shared_by=shared))
+        said = zeropp.estimate(model, config, mesh={"dp": 16 // tp, "tp": tp})["cpu"]
+        states = sum(said[kind] for kind in ("params", "grads", "master", "optimizer"))
+        in_use = 2 * (facts.parameters - facts.of_experts) / tp / 48 + 2 * facts.of_experts / ep / 48  # of a layer
+        formula = sum(held.values()) - (0 if stage == 1 else 2 * in_use) - (3 * in_use if stage == 3 else 0)
+        assert formula == pytest.approx(states, rel=WITHIN), (stage, tp, ep)
+
+
 @pytest.mark.parametrize(
     ("model", "keywords", "sentence"),
     [

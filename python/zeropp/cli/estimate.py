@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zeropp.cli import at_least_one, refuse
-from zeropp.config import TIERS, WIRE_FORMATS, Comm, Config, Offload, Precision, Tier
+from zeropp.config import TIERS, WIRE_FORMATS, Comm, Config, Experts, Offload, Precision, Tier
 from zeropp.errors import ConfigError, Error, NotBuiltError, counted, one_line, what_it_is
 from zeropp.zero.memory_plan import estimate
 
@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-copy", choices=("auto", "off"), default="auto", help="one shared copy a host (auto)")
     parser.add_argument(
-        "--experts", metavar="N", help="ranks with different experts, or auto: Config(experts=N); default: none"
+        "--experts",
+        metavar="N",
+        help="ranks with different experts, or auto: Config(experts=N); those of tp share their tokens; default: none",
     )
     parser.add_argument("--tokens", type=int, help="a rank and step; with --tflops: the bandwidth each tier needs")
     parser.add_argument("--tflops", type=float, help="that a rank's computation reaches")
@@ -103,16 +105,18 @@ def _config(options: argparse.Namespace) -> Config:
     formats = dict(map(_format_of, options.comm))
     return Config(
         stage=options.stage, precision=Precision(param=options.precision, state=options.states), host_copy=options.host_copy,
-        offload=Offload(**tiers), comm=Comm(**formats), experts=_experts_of(options.experts),
+        offload=Offload(**tiers), comm=Comm(**formats), experts=_experts_of(options.experts, options.mesh),
     )  # fmt: skip
 
 
-def _experts_of(said: str | None) -> int | str | None:
-    if said is None or said == "auto":
-        return said
-    if not said.isdecimal():
+def _experts_of(said: str | None, mesh: list[str]) -> Experts | None:
+    """Return how experts are divided; the ranks of tensor parallelism hold the same tokens, as ``prepare`` wants to be told."""
+    if said is None:
+        return None
+    if said != "auto" and not said.isdecimal():
         raise ConfigError(f"--experts {said}: wanted a number of ranks, or auto")
-    return int(said)
+    cut = [name for name, size in map(_size_of, mesh) if name in ("tp", "tensor_parallel") and size > 1]
+    return Experts(parallel="auto" if said == "auto" else int(said), shared_by=cut[0] if cut else None)
 
 
 def _tier_of(said: str, paths: list[str]) -> tuple[str, Any]:

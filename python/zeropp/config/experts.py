@@ -49,9 +49,10 @@ class Experts:
     `Config.offload` has none on "nvme". None: experts are where everything else is."""
 
     shared_by: Any = None
-    """The ranks that hold the same tokens, as a mesh of one dimension or a group: `Experts(shared_by=mesh["tp"])` (DeepSpeed-TED). Each
-    of its t ranks routes 1/t of the tokens, and they gather what came back. Those ranks hold different experts, so `parallel` counts them
-    too and is a multiple of t. None: every rank has tokens of its own."""
+    """The ranks that hold the same tokens, as a mesh of one dimension or a group: `Experts(shared_by=mesh["tp"])` (DeepSpeed-TED); or the
+    name of a dimension of the mesh that `prepare` or `estimate` is given, "tp". Each of its t ranks routes 1/t of the tokens, and they
+    gather what came back. Those ranks hold different experts, so `parallel` counts them too and is a multiple of t. None: every rank has
+    tokens of its own."""
 
     def __post_init__(self) -> None:
         check_sharers(self.shared_by)
@@ -172,16 +173,37 @@ class Experts:
 
 
 def check_sharers(value: Any) -> None:
-    """Raise zeropp.ConfigError for what is neither a mesh of one dimension nor a group."""
+    """Raise zeropp.ConfigError for what is neither a mesh of one dimension, nor a group, nor a name."""
     kinds = [
         getattr(dist, "ProcessGroup", None),
         getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None),
     ]
-    fits = value is None or isinstance(value, tuple(kind for kind in kinds if kind is not None))
+    fits = value is None or isinstance(value, (str, *(kind for kind in kinds if kind is not None)))
     if not fits or getattr(value, "ndim", 1) != 1:
         raise wrong(
-            "Experts.shared_by", value, 'a mesh of one dimension such as mesh["tp"], a torch.distributed group, or None'
+            "Experts.shared_by",
+            value,
+            'a mesh of one dimension such as mesh["tp"], a torch.distributed group, the name of a dimension, or None',
         )
+
+
+def with_sharers(config: Any, mesh: Any, caller: str) -> Any:
+    """Return a ``Config`` whose ``Experts.shared_by`` is a part of the mesh in place of the name of a dimension of it.
+
+    Raises:
+        zeropp.ConfigError: there is no mesh, or it has no such dimension.
+    """
+    experts = config.experts
+    name = None if experts is None else experts.shared_by
+    if not isinstance(name, str):
+        return config
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if name not in names:
+        there = f"the mesh has {', '.join(map(repr, names))}" if names else "there is no mesh with names"
+        raise ConfigError(
+            f"{caller}: Experts.shared_by {name!r} is the name of a dimension, and {there}; name one of its dimensions, or pass mesh="
+        )
+    return dataclasses.replace(config, experts=dataclasses.replace(experts, shared_by=mesh[name]))
 
 
 OFFLOADED = ("params", "grads", "optimizer")

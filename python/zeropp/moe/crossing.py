@@ -12,6 +12,7 @@ of T tokens a rank; with P = 3 E I H that is 3 E I / (2 R h) (ZeRO-Prefill).
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any
 
@@ -27,21 +28,24 @@ _CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k",
 _WIDTHS = ("hidden_size", "hidden_dim", "hidden")
 
 
-def planned_division(model: nn.Module, config: Config, ranks: int) -> Division:
+def planned_division(model: nn.Module, config: Config, ranks: int, sharers: int = 1, of_data_rank: int = 1) -> Division:
     """Return how the experts would be divided, with the part of the first rank, without a process group.
+
+    Args:
+        ranks: that partition the rest of the model.
+        sharers: how many hold the same tokens.
+        of_data_rank: how many of these are one rank for ZeRO; 1 where they are among ``ranks``.
 
     Raises:
         zeropp.ConfigError: the model has no plan for its experts, or they do not divide.
     """
     layers = expert_layers(model)
     chosen: Any = config.experts
-    if chosen.shared_by is not None:
-        raise ConfigError("estimate: Experts.shared_by, whose ranks are those of a mesh that runs; leave it at None")
-    counts = chosen.ranks_of(ranks, [(layer.name, layer.experts) for layer in layers])
+    counts = chosen.ranks_of(ranks * of_data_rank, [(layer.name, layer.experts) for layer in layers], sharers)
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for layer, count in zip(layers, counts, strict=True):
         if count > 1 or chosen.slices > 1 or chosen.cache is not None:
-            parts.update(parts_of_layer(layer, count, chosen.slices, None))
+            parts.update(parts_of_layer(layer, count, chosen.slices, None, of_data_rank))
     return Division(layers, counts, chosen.slices, chosen.chunks, {}, parts, chosen.cache, chosen.offload is not None)
 
 
@@ -66,6 +70,37 @@ def exchange_figures(model: nn.Module, division: Division, elem_bytes: int) -> d
     if tokens:
         found.update(token_bytes=round(tokens), weight_bytes=round(weights), crossing=round(weights / tokens))
     return found
+
+
+def received_bytes(model: nn.Module, division: Division, tokens: float, sharers: int, elem_bytes: int) -> float:
+    """Return the bytes of rows that a rank receives in the forward and the backward of all layers.
+
+    Args:
+        tokens: of the rank.
+        sharers: ranks that hold the same tokens. Each exchanges the rows of some, and they gather what came back.
+        elem_bytes: of an element of a row.
+    """
+    total = 0.0
+    for layer, ranks in zip(division.layers, division.ranks, strict=True):
+        if ranks > 1:
+            choices, width = _named(model, layer, _CHOICES), _named(model, layer, _WIDTHS)
+            there_and_back = 2 * (ranks - 1) * hit(layer.experts, ranks, choices) * tokens / sharers
+            total += 2 * (there_and_back + tokens * (sharers - 1) / sharers) * width * elem_bytes
+    return total
+
+
+def alike_layers(model: nn.Module) -> dict[tuple[int, int, int], int]:
+    """Return (experts, choices, elements of all experts) of each kind of layer that expert parallelism can divide, and how many there are;
+    nothing for a model without such layers."""
+    try:
+        layers = expert_layers(model)
+    except ConfigError:
+        return {}
+    kinds = [
+        (layer.experts, _named(model, layer, _CHOICES), sum(_elems(layer, key) for key in layer.keys))
+        for layer in layers
+    ]
+    return dict(collections.Counter(kinds))
 
 
 def _elems(layer: ExpertLayer, key: str) -> int:

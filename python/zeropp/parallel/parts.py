@@ -7,18 +7,19 @@ import copy
 import importlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeropp.errors import ConfigError, shown
+from zeropp.errors import ConfigError, counted, shown
 from zeropp.parallel.cut import Chunks, chunks_of
 from zeropp.parallel.tensor import own_plan
 
 _DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "data_parallel", "cp", "sp")
+_TENSOR = ("tp", "tensor_parallel")
 _CUTS = {
     "colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "packed_colwise": 0, "embedding_rowwise": 0, "rowwise": 1, "rowwise_rep": 1,
     "rowwise_split_input": 1, "packed_rowwise": 1, "embedding_colwise": 1,
@@ -66,13 +67,43 @@ def mesh_sizes(mesh: Any, caller: str) -> MeshSizes:
             f'{caller}: mesh is {shown(mesh)}; wanted a mapping of names and ranks, such as {{"dp": 4, "tp": 2}}'
         )
     for name, size in mesh.items():
-        if name not in (*_DATA, "tp", "tensor_parallel", "pp"):
+        if name not in (*_DATA, *_TENSOR, "pp"):
             raise ConfigError(
                 f"{caller}: dimension {name!r} of the mesh is not known; wanted {', '.join(_DATA)}, tp, tensor_parallel or pp"
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{caller}: mesh[{name!r}] is {shown(size)}; wanted a whole number of ranks above 0")
     return MeshSizes({str(name): int(size) for name, size in mesh.items()})
+
+
+def sharers_in(sizes: MeshSizes | None, shared_by: Any) -> tuple[int, int]:
+    """Return how many ranks hold the same tokens, by ``Experts.shared_by``, and how many of these are one data rank.
+
+    Raises:
+        zeropp.ConfigError: they are no dimension of the mesh.
+    """
+    if shared_by is None:
+        return 1, 1
+    if sizes is None and not isinstance(shared_by, str):
+        return int(shared_by.size()), 1
+    there = {} if sizes is None else sizes.sizes
+    name = _dimension_of(shared_by, there)
+    size = there.get(name, 0)
+    ranks = size if isinstance(shared_by, str) else int(shared_by.size())
+    if size == 0 or ranks != size:
+        what = repr(shared_by) if isinstance(shared_by, str) else counted(ranks, "rank")
+        raise ConfigError(
+            f"estimate: Experts.shared_by {what} is no dimension of the mesh {there}; name one of it, such as 'tp', with as many ranks"
+        )
+    return ranks, 1 if name in _DATA else ranks
+
+
+def _dimension_of(shared_by: Any, there: Mapping[str, int]) -> str:
+    """Return the name of a dimension, of a mesh of one, or of a group, which is that of tensor parallelism; empty: there is none."""
+    if isinstance(shared_by, str):
+        return shared_by
+    names = [*(getattr(shared_by, "mesh_dim_names", None) or ()), *_TENSOR]
+    return next((name for name in names if name in there), "")
 
 
 def stage_of(model: nn.Module, stage: int, sizes: MeshSizes, schedule: Any) -> nn.Module:
@@ -102,13 +133,18 @@ def _schedule_of(schedule: Any) -> type:
     return found
 
 
-def slices_of(model: nn.Module, sizes: MeshSizes) -> dict[nn.Parameter, nn.Parameter]:
+def slices_of(
+    model: nn.Module, sizes: MeshSizes, apart: Container[nn.Parameter] = ()
+) -> dict[nn.Parameter, nn.Parameter]:
     """Return, by parameter, the slice of it that the first rank of tensor parallelism has, which is the largest; on meta.
+
+    Args:
+        apart: parameters that the plan of tensor parallelism leaves alone, such as experts that ranks have parts of.
 
     Raises:
         zeropp.ConfigError: the model has no plan of transformers, or its plan has a style whose slices are not known here.
     """
-    ranks = sizes.size("tp", "tensor_parallel")
+    ranks = sizes.size(*_TENSOR)
     if ranks == 1:
         return {}
     found: dict[nn.Parameter, nn.Parameter] = {}
@@ -116,7 +152,7 @@ def slices_of(model: nn.Module, sizes: MeshSizes) -> dict[nn.Parameter, nn.Param
         plan = own_plan(part, ranks, "estimate", "estimate a Hugging Face model with a plan, or a mesh without tp")
         for name, parameter in part.named_parameters():
             style = plan.get(name) or plan.get(name.rpartition(".")[0])
-            if style is None or style in _WHOLE:
+            if style is None or style in _WHOLE or parameter in apart:
                 continue
             if style not in _CUTS:
                 raise ConfigError(
@@ -157,7 +193,7 @@ def between_ranks(
         raise ConfigError(
             f"estimate: sequence {sequence} needs the width of {type(model).__name__}, whose config has no hidden_size; leave sequence out"
         )
-    pp, tp, sp = sizes.size("pp"), sizes.size("tp", "tensor_parallel"), sizes.size("sp", "cp")
+    pp, tp, sp = sizes.size("pp"), sizes.size(*_TENSOR), sizes.size("sp", "cp")
     own, hidden = sequence / sp, config.hidden_size
     heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -41,9 +41,9 @@ import torch
 from torch import nn
 
 from zeropp import _C, compat
-from zeropp.config import TORCH_DTYPES, Config, as_config, with_tiers
+from zeropp.config import TORCH_DTYPES, Config, Experts, as_config, with_tiers
 from zeropp.errors import ConfigError, counted, shown, what_it_is
-from zeropp.parallel.parts import MeshSizes, between_ranks, mesh_sizes, slices_of, stage_of
+from zeropp.parallel.parts import MeshSizes, between_ranks, mesh_sizes, sharers_in, slices_of, stage_of
 from zeropp.zero import device_plan
 from zeropp.zero.formulas import (
     READ_AHEAD_BYTES,
@@ -242,7 +242,7 @@ def estimate(
             )
         for name, value in (("micro_batches", micro_batches), ("sequence", sequence or 1)):
             _check_count(name, value)
-        _check(config, sizes.ranks, hosts, optimizer, tokens, tflops)
+        _check(config, sizes.ranks, hosts, optimizer, tokens, tflops, _job_facts(config, sizes))
         return _of_mesh(model, sizes, config, hosts, optimizer, (tokens, tflops), (micro_batches, schedule, sequence))
     if (micro_batches, schedule, sequence) != (1, None, None):
         raise ConfigError(
@@ -267,40 +267,55 @@ def _of_mesh(
     answers = []
     for stage in range(sizes.size("pp")):
         part = stage_of(model, stage, sizes, schedule)
-        found = _of_ranks(part, run, *speed, slices_of(part, sizes))
+        found = _of_ranks(part, run, *speed, sizes)
         if pipelined and sizes.data == 1:  # what autograd adds up lies beside what the step reads
             _states_tier(found)["grads"] += found["gradients"]
         elif pipelined and micro_batches > 1 and config.stage >= 2:
             _states_tier(found)["waiting"] = found["gradients"]
         found["traffic"]["gather"] *= micro_batches
+        if sequence is not None:
+            _add_rows(found, part, run, sizes, sequence * micro_batches)
         answers.append(found)
     answer = max(answers, key=in_memory)
     answer.pop("gradients", None)
     if sequence is not None:
-        element = 2 if config.dtype_name in ("bf16", "fp16") else max(one.element_size() for one in model.parameters())
-        answer["traffic"].update(between_ranks(model, sizes, sequence, micro_batches, element))
+        answer["traffic"].update(between_ranks(model, sizes, sequence, micro_batches, _row_elem_bytes(model, config)))
     return {**answer, "stages": [in_memory(found) for found in answers]}
 
 
+def _row_elem_bytes(model: nn.Module, config: Config) -> int:
+    """Return the bytes of an element of the activations that ranks send each other."""
+    return 2 if config.dtype_name in ("bf16", "fp16") else max(one.element_size() for one in model.parameters())
+
+
+def _add_rows(answer: dict[str, Any], model: nn.Module, run: _Run, sizes: MeshSizes, tokens: int) -> None:
+    """Add the rows that ranks with different experts send each other in a step of so many tokens of all ranks of sp."""
+    division = _division(model, run, sizes)
+    if division is None:
+        return
+    sharers, _ = _sharers(run.config, sizes)
+    own, elem_bytes = tokens / sizes.size("sp", "cp"), _row_elem_bytes(model, run.config)
+    received = importlib.import_module("zeropp.moe.crossing").received_bytes(model, division, own, sharers, elem_bytes)
+    answer["traffic"]["experts"] = round(received)
+
+
 def _of_ranks(
-    model: nn.Module, run: _Run, tokens: int | None, tflops: float | None, slices: Mapping[Any, Any] | None = None
+    model: nn.Module, run: _Run, tokens: int | None, tflops: float | None, sizes: MeshSizes | None = None
 ) -> dict[str, Any]:
-    """Return what each of so many data ranks holds of a model, or of slices of its parameters, and the bytes of whole gradients."""
-    hosts, division = run.hosts, _division(model, run, slices)
+    """Return what each of so many data ranks holds of a model, or of its part on the first rank of tensor parallelism, and the bytes of
+    whole gradients."""
+    division = _division(model, run, sizes)
     run = dataclasses.replace(run, config=with_tiers(run.config))
     config = run.config
-    plans = _plans(model, config, slices, division)
+    plans = _plans(model, config, sizes, division)
     all_units = [_sizes(plan, run) for plan in plans]
     units, exact_bytes = _held_as_values(all_units, run)
     held = _held(model, units, run)
     in_file, delayed = _offloaded(model, units, run, held, exact_bytes)
-    traffic = {**_traffic(units, run), "nvme": _nvme_traffic(model, units, run, in_file)}
-    if hosts > 1:
-        traffic["network"] = _network_traffic(units, run)
     parameters = sum(plan.numel * max(1, plan.parted) for plan in plans)
     answer: dict[str, Any] = {
         **_by_tier(all_units, held, run), "nvme": in_file, "parameters": parameters, "units": len(plans),
-        "largest_unit": max(unit.whole_bytes for unit in all_units), "traffic": traffic,
+        "largest_unit": max(unit.whole_bytes for unit in all_units), "traffic": _all_traffic(model, units, run, in_file),
     }  # fmt: skip
     if division is not None:
         answer["experts"] = _experts(model, division, units)
@@ -308,7 +323,7 @@ def _of_ranks(
     if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
         answer["folders"] = _folders(config, in_file, delayed)
     if tokens is not None and tflops is not None:
-        _add_speed(answer, tokens, tflops)
+        _add_speed(answer, tokens, tflops, _sharers(config, sizes)[1])
     return answer
 
 
@@ -342,10 +357,11 @@ def _states_tier(answer: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def _add_speed(answer: dict[str, Any], tokens: int, tflops: float) -> None:
-    """Add the seconds of a step's computation, and the bandwidth at which what moves takes as long."""
+def _add_speed(answer: dict[str, Any], tokens: int, tflops: float, sharers: int) -> None:
+    """Add the seconds of a step's computation, and the bandwidth at which what moves takes as long. ``sharers``: ranks of other slices
+    that compute the same tokens, each with experts of its own."""
     experts = answer.get("experts")
-    idle = 0 if experts is None else experts["parameters"] - experts["of_a_token"]
+    idle = 0 if experts is None else (experts["parameters"] - experts["of_a_token"]) / sharers
     seconds = 6 * (answer["parameters"] - idle) * tokens / (tflops * 1e12)  # 2 in forward, 4 in backward
     answer["compute_seconds"] = seconds
     answer["bandwidth"] = {kind: value / seconds for kind, value in answer["traffic"].items()}
@@ -356,28 +372,29 @@ def _experts(model: nn.Module, division: Any, units: list[_Sizes]) -> dict[str, 
     theirs = [unit for unit in units if division.has_experts(unit.plan.params)]
     elem_bytes = max(unit.param_bytes for unit in theirs)
     figures = importlib.import_module("zeropp.moe.crossing").exchange_figures(model, division, elem_bytes)
-    states = model_states([unit for unit in theirs if unit.plan.parted], False)
+    states = model_states([unit for unit in theirs if unit.plan.parted > 0], False)
     return {**figures, "states": sum(states.values())}
 
 
-def _division(model: nn.Module, run: _Run, slices: Mapping[Any, Any] | None) -> Any:
+def _sharers(config: Config, sizes: MeshSizes | None) -> tuple[int, int]:
+    """Return how many ranks route the same tokens to experts, and how many of these are one data rank."""
+    return sharers_in(sizes, config.experts.shared_by if isinstance(config.experts, Experts) else None)
+
+
+def _division(model: nn.Module, run: _Run, sizes: MeshSizes | None) -> Any:
     """Return how ``Config.experts`` would divide the model's experts; None: it does not. As in ``prepare``, what knows experts is loaded
     where there are some."""
     if run.config.experts is None:
         return None
-    if slices is not None:
-        raise ConfigError(
-            "estimate: a mesh, and Config.experts, which prepare refuses on some ranks of a job; leave one of the two out"
-        )
-    return importlib.import_module("zeropp.moe.crossing").planned_division(model, run.config, run.ranks)
+    sharers = _sharers(run.config, sizes)
+    return importlib.import_module("zeropp.moe.crossing").planned_division(model, run.config, run.ranks, *sharers)
 
 
-def _plans(
-    model: nn.Module, config: Config, slices: Mapping[Any, Any] | None = None, division: Any = None
-) -> list[UnitPlan]:
+def _plans(model: nn.Module, config: Config, sizes: MeshSizes | None, division: Any) -> list[UnitPlan]:
     """Return the units that ``prepare`` would make."""
     dtype = None if config.dtype_name is None else TORCH_DTYPES[config.dtype_name]
-    parts, apart = (slices, ()) if division is None else (division.parts, division.apart)
+    own, apart = ({}, ()) if division is None else (division.parts, division.apart)
+    parts = own if sizes is None else {**slices_of(model, sizes, own), **own}
     plans = plan_units(model, config.units, dtype, config.ignored, parts, apart)
     for plan in plans:
         plan.held = division is not None and division.is_held(plan.params)
@@ -442,7 +459,10 @@ def _check_count(name: str, value: Any) -> None:
         raise ConfigError(f"estimate: {name} {shown(value)} is not allowed; wanted a whole number above 0")
 
 
-def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int | None, tflops: float | None) -> None:
+def _check(
+    config: Config, ranks: int, hosts: int, optimizer: str, tokens: int | None, tflops: float | None,
+    job: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     for name, value in (("ranks", ranks), ("hosts", hosts), ("tokens", 1 if tokens is None else tokens)):
         _check_count(name, value)
     if ranks % hosts:
@@ -455,9 +475,19 @@ def _check(config: Config, ranks: int, hosts: int, optimizer: str, tokens: int |
         raise ConfigError("estimate: tokens and tflops go together; give both, or none")
     if optimizer not in STATES:
         raise ConfigError(f"estimate: optimizer {optimizer!r} is not known; wanted one of {', '.join(STATES)}")
-    said = compat.clash(_facts(config, optimizer))
+    said = compat.clash({**_facts(config, optimizer), **(job or {})})
     if said:
         raise ConfigError(f"estimate: {said}")
+
+
+def _job_facts(config: Config, sizes: MeshSizes) -> dict[str, Any]:
+    """Return what experts on several ranks depend on where only some ranks partition one model."""
+    if config.experts is None or sizes.data == sizes.ranks:
+        return {}
+    facts: dict[str, Any] = {"Config.experts": config.experts, "Experts.shared_by": None}
+    if isinstance(config.experts, Experts):
+        facts["Experts.shared_by"] = config.experts.shared_by
+    return {**facts, compat.JOB: compat.Named(sizes.ranks, f"a model on some of {sizes.ranks} ranks")}
 
 
 def _facts(config: Config, optimizer: str) -> dict[str, Any]:
@@ -647,6 +677,12 @@ def _kept(units: list[_Sizes], run: _Run) -> int:
             break
         kept += unit.whole_bytes
     return kept
+
+
+def _all_traffic(model: nn.Module, units: list[_Sizes], run: _Run, in_file: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that a rank moves in a step, by way."""
+    traffic = {**_traffic(units, run), "nvme": _nvme_traffic(model, units, run, in_file)}
+    return {**traffic, "network": _network_traffic(units, run)} if run.hosts > 1 else traffic
 
 
 def _traffic(units: list[_Sizes], run: _Run) -> dict[str, int]:

@@ -19,6 +19,7 @@ from zeropp.comm import job
 from zeropp.comm.collective import in_the_whole_job
 from zeropp.compat import Named
 from zeropp.config import TORCH_DTYPES, Config, as_config, facts_of, with_tiers
+from zeropp.config.experts import with_sharers
 from zeropp.efficiency import attach as efficiency
 from zeropp.errors import CommError, ConfigError, what_it_is
 from zeropp.files.heap_trim import give_back
@@ -89,6 +90,7 @@ def prepare(
             differ between ranks, an optimizer that lacks parameters, ...
         zeropp.CommError: a rank died or did not come.
     """
+    config = with_sharers(as_config(config, "prepare"), mesh, "prepare")
     ranks = None if mesh is None and data_dims is None else ranks_of(mesh, data_dims, "prepare")
     cut_over = None if mesh is None else tensor_mesh(mesh)
     if mesh is None or ranks is None or not is_pipelined(mesh):

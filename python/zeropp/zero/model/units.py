@@ -250,11 +250,12 @@ def plan_units(
 
 
 def _parts_count(part: nn.Parameter | None) -> int:
-    """Return in how many parts the parameter is, among data ranks, of which a rank has this one; 0 for None."""
+    """Return in how many parts the parameter is, among data ranks, of which a rank has this one; 0 for None, and -1 for a slice of
+    tensor parallelism, as an estimate has it."""
     if part is None:
         return 0
     parts = parts_of(part)
-    return 1 if parts is None else parts.spread
+    return -1 if parts is None else parts.spread
 
 
 def _triggers(owners: list[nn.Module], homes: dict[nn.Module, Triggers]) -> Triggers:
