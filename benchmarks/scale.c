@@ -8,9 +8,9 @@
  * latest of their clocks; else what happens inside a host takes no simulated time.
  *
  * Prints one line. Counts are of the whole group, unless they say otherwise: of the store, of descriptors, kB of
- * memory; messages, bytes and counters of a barrier and of an all-reduce of 8 bytes, the most messages that one rank
- * sends; microseconds of the start, and of both in simulated and in real time; milliseconds until all have heard of a
- * rank that died.
+ * memory; messages, bytes and counters of a barrier, of an all-reduce of 8 bytes and, up to LONG_RANKS ranks, of one
+ * of LONG_ELEMS elements, the most messages that one rank sends; microseconds of the start, and of all three in
+ * simulated and in real time; milliseconds until all have heard of a rank that died.
  */
 #include <dirent.h>
 #include <netinet/in.h>
@@ -26,6 +26,7 @@
 #include "../tests/c/ranks.h"
 
 enum { RANKS_MOST = ZPP_RANKS_MAX, STEPS = 5, STACK_BYTES = 1 << 20, PROCESS_RANKS = 64 };
+enum { LONG_RANKS = 256, LONG_ELEMS = 1 << 18 }; /* 2 MiB: above what short collectives share */
 
 /* --- the store, counted: a table in memory that all processes share ----------------------------------------------- */
 
@@ -261,14 +262,19 @@ static int descriptors(void) {
     return found;
 }
 
-static long memory_kb(void) {
-    FILE *const file = fopen("/proc/self/statm", "r");
-    long whole = 0, resident = 0;
-    if (file) {
-        if (fscanf(file, "%ld %ld", &whole, &resident) != 2) resident = 0;
-        fclose(file);
+/* Resident memory of this process, without the tables of the simulation at `tables`, which all processes share. */
+static long memory_kb(const void *tables) {
+    FILE *const file = fopen("/proc/self/smaps", "r");
+    char line[512];
+    long resident = 0, kb = 0;
+    bool counts = true;
+    while (file && fgets(line, sizeof line, file)) {
+        unsigned long begin, end;
+        if (sscanf(line, "%lx-%lx ", &begin, &end) == 2) counts = begin != (uintptr_t)tables;
+        else if (counts && sscanf(line, "Rss: %ld kB", &kb) == 1) resident += kb;
     }
-    return resident * 4;
+    if (file) fclose(file);
+    return resident;
 }
 
 struct step {
@@ -278,9 +284,9 @@ struct step {
 /* What all processes share. */
 struct measured {
     double start_us, ready_us;
-    _Atomic int descriptors, descriptors_later;
+    _Atomic int descriptors, descriptors_later, descriptors_long;
     _Atomic long memory_kb;
-    struct step barrier, all_reduce;
+    struct step barrier, all_reduce, long_all_reduce;
     _Atomic uint64_t heard_us; /* of the last rank to hear */
     double died_us;
     pthread_barrier_t all;
@@ -318,21 +324,23 @@ static void take(struct step *step, int ranks, int sign) {
     pthread_mutex_unlock(&net->lock);
 }
 
-static void run_steps(struct test_rank *me, struct step *step, bool barrier) {
+/* `elems` of an all-reduce; 0: a barrier. */
+static void run_steps(struct test_rank *me, struct step *step, size_t elems) {
     struct zpp_err err = ZPP_ERR_INIT;
-    double value = 1;
+    double *values = calloc(elems ? elems : 1, sizeof *values);
     for (int i = -1; i < STEPS; i++) { /* the first one makes connections, and does not count */
         if (i == 0) {
             test_join(me);
             if (me->rank == 0) take(step, me->ranks, -1);
             test_join(me);
         }
-        if (barrier) CHECK_OK(zpp_barrier(me->comm, NULL, &err));
-        else CHECK_OK(zpp_all_reduce(me->comm, &value, 1, ZPP_F64, ZPP_SUM, NULL, &err));
+        if (!elems) CHECK_OK(zpp_barrier(me->comm, NULL, &err));
+        else CHECK_OK(zpp_all_reduce(me->comm, values, elems, ZPP_F64, ZPP_SUM, NULL, &err));
     }
     test_join(me);
     if (me->rank == 0) take(step, me->ranks, 1);
     test_join(me);
+    free(values);
 }
 
 /* What peers see of a process that is killed: its memory says so on its host, as its pidfd would, and its connections
@@ -350,12 +358,15 @@ static void measure(struct test_rank *me) {
     test_join(me);
     if (me->rank == 0) found->ready_us = now_us() - found->start_us;
     if (me->rank == first_rank) found->descriptors += descriptors() - files_before;
-    run_steps(me, &found->barrier, true);
-    run_steps(me, &found->all_reduce, false);
+    run_steps(me, &found->barrier, 0);
+    run_steps(me, &found->all_reduce, 1);
     if (me->rank == first_rank) {
         found->descriptors_later += descriptors() - files_before;
-        found->memory_kb += memory_kb() - memory_before;
+        found->memory_kb += memory_kb(found) - memory_before;
     }
+    test_join(me); /* before others allocate more */
+    if (me->ranks <= LONG_RANKS) run_steps(me, &found->long_all_reduce, LONG_ELEMS);
+    if (me->rank == first_rank) found->descriptors_long += descriptors() - files_before;
     test_join(me);
     if (me->rank == me->ranks - 1) {
         found->died_us = now_us();
@@ -393,7 +404,7 @@ static void run_some(struct measured *found, int first, int end, int ranks) {
     pthread_attr_init(&small);
     pthread_attr_setstacksize(&small, STACK_BYTES);
     files_before = descriptors();
-    memory_before = memory_kb();
+    memory_before = memory_kb(found);
     first_rank = first;
     for (int r = first; r < end; r++) {
         rank[r] = (struct test_rank){.rank = r,
@@ -424,12 +435,15 @@ static void make_shared(struct measured *found, int ranks) {
 
 static void print(const struct measured *found, int ranks, int hosts) {
     printf("{\"ranks\": %d, \"hosts\": %d, \"store_sets\": %lu, \"store_gets\": %lu, \"store_bytes\": %lu, "
-           "\"descriptors\": %d, \"descriptors_later\": %d, \"memory_kb\": %ld, \"start_us\": %.0f",
+           "\"descriptors\": %d, \"descriptors_later\": %d, \"descriptors_long\": %d, \"memory_kb\": %ld, "
+           "\"start_us\": %.0f",
            ranks, hosts, atomic_load(&found->store.sets), atomic_load(&found->store.gets),
-           atomic_load(&found->store.bytes_read), found->descriptors, found->descriptors_later, found->memory_kb,
+           atomic_load(&found->store.bytes_read), found->descriptors, found->descriptors_later,
+           found->descriptors_long, found->memory_kb,
            found->ready_us);
     print_step("barrier", &found->barrier, STEPS);
     print_step("all_reduce", &found->all_reduce, STEPS);
+    if (ranks <= LONG_RANKS) print_step("long_all_reduce", &found->long_all_reduce, STEPS);
     printf(", \"heard_ms\": %.2f}\n", ((double)atomic_load(&found->heard_us) - found->died_us) / 1e3);
 }
 

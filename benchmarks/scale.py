@@ -6,9 +6,10 @@ hosts is simulated: the loopback carries its bytes, every message is counted, an
 stated latency and at a stated bandwidth. The peer is a *full* group, in which every rank reads every endpoint and every
 pair of hosts' ranks connects: measured up to 64 ranks, counted by its formulas above. Every row has all figures of its
 size as further fields: per rank the values and bytes read from the store, descriptors, kB of memory, messages, control
-bytes and counters of a barrier and of an all-reduce of 8 bytes; microseconds of the start and of both, real and
-simulated; milliseconds until all have heard of a rank that died. Counts are exact. Real times of hundreds of threads on
-a few cores are upper bounds.
+bytes and counters of a barrier, of an all-reduce of 8 bytes, and up to 256 ranks of one of 2 MiB, which goes from each
+host to each other one; microseconds of the start and of these, real and simulated; milliseconds until all have heard of
+a rank that died. Counts are exact. Real times of hundreds of threads on a few cores are upper
+bounds.
 
 docs/design/0046-what-grows-with-ranks.md has the figures, and what they leave out.
 """
@@ -33,7 +34,9 @@ LATENCY_US, BYTES_PER_US = 20, 1250  # 10 Gbit/s Ethernet
 WRAPPED = ("send", "sendmsg", "recv", "connect", "listen", "zpp_counter_raise", "zpp_exchange")
 LINKS = 4  # of a pair in a full group: control, send and receive, two for data
 HEARD_MS = 5000.0
-OF_ALL = ("store_sets", "store_gets", "store_bytes", "descriptors", "descriptors_later", "memory_kb")
+OF_ALL = (
+    "store_sets", "store_gets", "store_bytes", "descriptors", "descriptors_later", "descriptors_long", "memory_kb",
+)  # fmt: skip
 """Figures of the whole group, which every rank has a share of; so have the counts of steps."""
 
 

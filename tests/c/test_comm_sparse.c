@@ -49,6 +49,87 @@ static void few_links(struct test_rank *me) {
 
 static void links_grow_with_the_logarithm(void) { run_hosts(many, few_links, NULL); }
 
+/* --- a link that is refused --------------------------------------------------------------------------------------- */
+
+/* Rank 0 has left, and rank 3 had no link to it, nor a control link, which goes to hosts 1, 2 and 4 further. */
+static void left_before_a_send(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_transfer *transfer = NULL;
+    const int value = 7;
+    if (me->rank == 0) zpp_comm_leave(me->comm);
+    test_join(me);
+    if (me->rank == 3) {
+        CHECK(me->comm->net->peer[0].link[ZPP_NET_CONTROL] < 0);
+        zpp_status status = zpp_comm_send(me->comm, &value, sizeof value, 0, 1, &transfer, &err);
+        if (status == ZPP_OK) status = zpp_transfer_wait(transfer, NULL, &err);
+        CHECK_EQUAL(status, ZPP_PEER);
+        CHECK_EQUAL(err.rank, 0);
+        CHECK(strstr(err.text, "comm: rank 0 left group \"test\", or died, before rank 3 had a link to it, which it "
+                               "needs in a send to rank 0; every rank has to make the same calls before it leaves"));
+        if (transfer) zpp_transfer_free(transfer);
+    }
+    test_join(me);
+}
+
+static void a_rank_that_left_takes_no_send(void) { run_hosts("abcdefgh", left_before_a_send, NULL); }
+
+/* The error of the group comes after the refusal, and counts. */
+static void error_after_a_refusal(struct test_rank *me) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_transfer *transfer = NULL;
+    if (me->rank == 0) zpp_comm_leave(me->comm);
+    test_join(me);
+    if (me->rank == 5) {
+        pause_ms(300);
+        zpp_comm_abort(me->comm, "calls diverged");
+    }
+    if (me->rank == 3) {
+        const zpp_status status = zpp_comm_send(me->comm, &err, 1, 0, 1, &transfer, &err);
+        CHECK_EQUAL(status, ZPP_ABORTED);
+        CHECK_EQUAL(err.rank, 5);
+        CHECK(strstr(err.text, "calls diverged"));
+    }
+    test_join(me);
+}
+
+static void an_error_after_a_refusal_counts(void) { run_hosts("abcdefgh", error_after_a_refusal, NULL); }
+
+/* Every rank names the rank that left, and its own call; those far from it are refused, or hear of the error first. */
+static void left_before_a_collective(struct test_rank *me) {
+    enum { ELEMS = 1 << 20 };
+    struct zpp_err err = ZPP_ERR_INIT;
+    float *data = calloc(ELEMS, sizeof *data);
+    if (me->rank == 0) zpp_comm_leave(me->comm);
+    test_join(me);
+    if (me->rank > 0) {
+        CHECK_FAILS(zpp_all_reduce(me->comm, data, ELEMS, ZPP_F32, ZPP_SUM, NULL, &err), ZPP_PEER, "comm: rank 0 left");
+        CHECK_EQUAL(err.rank, 0);
+        CHECK(strstr(err.text, "all_reduce(float32, 1048576 elements, sum) #1"));
+    }
+    test_join(me);
+    free(data);
+}
+
+static void a_rank_that_left_takes_part_in_nothing(void) { run_hosts("abcdefgh", left_before_a_collective, NULL); }
+
+/* Ranks leave as soon as they know that calls diverge. Others, which have no link to them yet, are refused, and report
+ * both calls all the same. */
+static void diverges_and_leaves(struct test_rank *me) {
+    enum { ELEMS = 1 << 19 };
+    struct zpp_err err = ZPP_ERR_INIT;
+    float *data = calloc(ELEMS, sizeof *data);
+    const zpp_status status = me->rank == 5 ? zpp_all_gather(me->comm, data, data + 32, 4, NULL, &err)
+                                            : zpp_all_reduce(me->comm, data, ELEMS, ZPP_F32, ZPP_SUM, NULL, &err);
+    CHECK_EQUAL(status, ZPP_PEER);
+    CHECK(strstr(err.text, "all_reduce(float32, 524288 elements, sum) #1"));
+    CHECK(strstr(err.text, "all_gather(uint8, 4 elements) #1"));
+    free(data);
+}
+
+static void a_refused_rank_reports_both_calls(void) {
+    for (int turn = 0; turn < 5; turn++) run_hosts("abcdefghijkl", diverges_and_leaves, NULL);
+}
+
 /* --- errors are passed on ----------------------------------------------------------------------------------------- */
 
 static void aborts(struct test_rank *me) {
@@ -146,6 +227,10 @@ static void hosts_are_numbered_by_their_lowest_ranks(void) { run_hosts("zazcab",
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {TEST(hosts_are_numbered_by_their_lowest_ranks),
                                              TEST(links_grow_with_the_logarithm),
+                                             TEST(a_rank_that_left_takes_no_send),
+                                             TEST(an_error_after_a_refusal_counts),
+                                             TEST(a_rank_that_left_takes_part_in_nothing),
+                                             TEST(a_refused_rank_reports_both_calls),
                                              TEST(an_error_reaches_all_hosts),
                                              TEST(a_missing_rank_is_named_by_all),
                                              TEST(a_rank_of_another_group_is_named_by_all),

@@ -327,9 +327,14 @@ static zpp_status make_stream(struct zpp_net_peer *peer, struct zpp_err *err) {
     return ZPP_OK;
 }
 
+static void describe_send(const void *ctx, char *text, size_t capacity) {
+    const struct zpp_net_peer *peer = ctx;
+    snprintf(text, capacity, "a send to rank %d", zpp_label(peer->comm, peer->rank));
+}
+
 static zpp_status p2p_open(struct zpp_comm *comm, int rank, void **out, struct zpp_err *err) {
     struct zpp_net_peer *peer = &comm->net->peer[rank];
-    struct zpp_wait_ctx wait_ctx = {.comm = comm, .own_timeout = true};
+    struct zpp_wait_ctx wait_ctx = {.comm = comm, .own_timeout = true, .describe = describe_send, .ctx = peer};
     zpp_status status = peer->stream ? ZPP_OK : make_stream(peer, err);
     if (status == ZPP_OK && comm->door) status = zpp_net_reach(&wait_ctx, rank, ZPP_NET_P2P, ZPP_NET_P2P + 1, err);
     if (status == ZPP_OK) *out = peer;

@@ -25,12 +25,15 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/random.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "net.h"
 
 enum { MAGIC = 0x5a505441, NONCE_BYTES = 16, STRANGERS_MAX = 64, CALLS_MAX = 4 };
 static const uint64_t STRANGER_NS = 5000000000u;
+/* How long after a refusal the error of the group may still come, which the rank told before it left. */
+static const uint64_t HEAR_NS = 1000000000u;
 
 /* A rank's entry in the store. */
 struct address_endpoint {
@@ -86,6 +89,7 @@ struct zpp_door {
 struct caller {
     struct zpp_door *door;
     struct zpp_wait_ctx *wait_ctx;
+    bool *ended; /* set where nobody listens any more, or the listener hangs up; may be NULL */
 };
 
 static struct address_endpoint endpoint_of(const struct zpp_door *door, int rank) {
@@ -214,8 +218,11 @@ static zpp_status pause_for(const struct caller *caller, int fd, short events, i
     return ready > 0 ? ZPP_OK : zpp_wait_check(caller->wait_ctx, rank, false, err);
 }
 
-static zpp_status unreachable(const struct zpp_door *door, int rank, int os_errno, struct zpp_err *err) {
+static zpp_status unreachable(const struct caller *caller, int rank, int os_errno, struct zpp_err *err) {
+    const struct zpp_door *door = caller->door;
     struct sockaddr_storage there;
+    if (caller->ended && (os_errno == ECONNREFUSED || os_errno == ECONNRESET || os_errno == EPIPE))
+        *caller->ended = true;
     char from[80], to[80];
     (void)address_of(door, rank, &there);
     zpp_net_describe(&door->own.address, from, sizeof from);
@@ -238,7 +245,7 @@ static zpp_status dial(const struct caller *caller, int rank, int *out, struct z
     if (bind(fd, (const struct sockaddr *)&door->own.address, door->own.length) != 0)
         return zpp_fail_os(err, errno, "comm: rank %d cannot use its own address", door->comm->rank);
     if (connect(fd, (const struct sockaddr *)&there, length) == 0) return ZPP_OK;
-    if (errno != EINPROGRESS) return unreachable(door, rank, errno, err);
+    if (errno != EINPROGRESS) return unreachable(caller, rank, errno, err);
     for (;;) {
         struct pollfd writable = {fd, POLLOUT, 0};
         if (poll(&writable, 1, 100) > 0) break;
@@ -246,7 +253,14 @@ static zpp_status dial(const struct caller *caller, int rank, int *out, struct z
         if (status != ZPP_OK) return status;
     }
     if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &failed, &failed_bytes) != 0) failed = errno;
-    return failed ? unreachable(door, rank, failed, err) : ZPP_OK;
+    return failed ? unreachable(caller, rank, failed, err) : ZPP_OK;
+}
+
+static zpp_status hung_up(const struct caller *caller, int rank, int os_errno, struct zpp_err *err) {
+    const struct zpp_comm *comm = caller->door->comm;
+    if (caller->ended) *caller->ended = true;
+    return zpp_fail_rank(err, ZPP_PEER, rank, "comm: rank %d ended, or refused rank %d, while joining group \"%s\"%s%s",
+                         rank, comm->rank, comm->name, os_errno ? ": " : "", os_errno ? strerror(os_errno) : "");
 }
 
 static zpp_status receive_all(const struct caller *caller, int fd, void *out, size_t bytes, int rank,
@@ -259,9 +273,7 @@ static zpp_status receive_all(const struct caller *caller, int fd, void *out, si
             continue;
         }
         if (more == 0 || (errno != EAGAIN && errno != EINTR))
-            return zpp_fail_rank(
-                err, ZPP_PEER, rank, "comm: rank %d ended, or refused rank %d, while joining group \"%s\"%s%s", rank,
-                caller->door->comm->rank, caller->door->comm->name, more ? ": " : "", more ? strerror(errno) : "");
+            return hung_up(caller, rank, more ? errno : 0, err);
         const zpp_status status = pause_for(caller, fd, POLLIN, rank, err);
         if (status != ZPP_OK) return status;
     }
@@ -281,7 +293,7 @@ static zpp_status call(const struct caller *caller, int rank, int slot, int *fd,
     if (status != ZPP_OK) return status;
     handshake.mac = prove(&endpoint, 'C', &handshake, challenge.nonce);
     if (send(*fd, &handshake, sizeof handshake, MSG_NOSIGNAL | MSG_DONTWAIT) != (ssize_t)sizeof handshake)
-        return unreachable(caller->door, rank, errno, err);
+        return unreachable(caller, rank, errno, err);
     status = receive_all(caller, *fd, &answer, sizeof answer, rank, err);
     if (status != ZPP_OK) return status;
     if (challenge.magic != MAGIC || challenge.rank != (uint32_t)rank || answer.magic != MAGIC ||
@@ -362,6 +374,7 @@ static bool is_member(const struct zpp_door *door, const struct stranger *strang
     const struct zpp_comm *comm = door->comm;
     const struct handshake *handshake = &stranger->handshake;
     if (handshake->magic != MAGIC || handshake->rank >= comm->ranks) return false;
+    if (atomic_load(&comm->closed)) return false; /* a link that is made after the farewell would never hear of it */
     if (!zpp_net_elsewhere(comm, handshake->rank) || !is_free(door, handshake)) return false;
     const struct address_endpoint own = endpoint_of(door, comm->rank);
     return zpp_net_same_mac(handshake->mac, prove(&own, 'C', handshake, stranger->nonce));
@@ -568,14 +581,36 @@ static bool calls(const struct zpp_comm *comm, int rank, int slot) {
     return (slot == ZPP_NET_P2P || comm->rank > rank) && comm->net->peer[rank].link[slot] < 0;
 }
 
+/* A rank takes no link. One that leaves because calls diverged tells the error of the group first, and it has both
+ * calls; it may come here a few hosts later than the refusal. Else the rank left, or died, before this rank's call. */
+static zpp_status refused(struct zpp_wait_ctx *wait_ctx, int rank, bool ended, const struct zpp_err *reason,
+                          struct zpp_err *err) {
+    struct zpp_comm *comm = wait_ctx->comm;
+    const struct timespec pause = {0, 10000000};
+    const uint64_t until_ns = zpp_now_ns() + HEAR_NS;
+    char doing[256] = "a call";
+    while (ended && zpp_now_ns() < until_ns) {
+        const zpp_status status = zpp_wait_check(wait_ctx, rank, false, err);
+        if (status != ZPP_OK) return status;
+        nanosleep(&pause, NULL);
+    }
+    if (!ended) return zpp_comm_fail(comm, ZPP_PEER, rank, err, "%s", reason->text);
+    if (wait_ctx->describe) wait_ctx->describe(wait_ctx->ctx, doing, sizeof doing);
+    return zpp_comm_fail(comm, ZPP_PEER, rank, err,
+                         "comm: rank %d left group \"%s\", or died, before rank %d had a link to it, which it needs in "
+                         "%s; every rank has to make the same calls before it leaves",
+                         zpp_label(comm, rank), comm->name, zpp_label(comm, comm->rank), doing);
+}
+
 zpp_status zpp_net_reach(struct zpp_wait_ctx *wait_ctx, int rank, int first_slot, int end_slot, struct zpp_err *err) {
     struct zpp_comm *comm = wait_ctx->comm;
-    const struct caller caller = {comm->door, wait_ctx};
+    bool ended = false;
+    const struct caller caller = {comm->door, wait_ctx, &ended};
     for (int slot = first_slot; slot < end_slot; slot++) {
         struct zpp_err reason = ZPP_ERR_INIT;
         if (!calls(comm, rank, slot)) continue;
         const zpp_status status = make_link(&caller, rank, slot, &reason);
-        if (status == ZPP_PEER) return zpp_comm_fail(comm, ZPP_PEER, rank, err, "%s", reason.text);
+        if (status == ZPP_PEER) return refused(wait_ctx, rank, ended, &reason, err);
         if (status != ZPP_OK && err) *err = reason;
         if (status != ZPP_OK) return status;
     }
@@ -585,7 +620,7 @@ zpp_status zpp_net_reach(struct zpp_wait_ctx *wait_ctx, int rank, int first_slot
 zpp_status zpp_net_connect(struct zpp_comm *comm, const struct zpp_network_options *options,
                            const struct zpp_store *store, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_wait_ctx wait_ctx = {.comm = comm, .wait = wait, .own_timeout = true, .describe = describe_joining};
-    struct caller caller = {comm->door, &wait_ctx};
+    struct caller caller = {comm->door, &wait_ctx, NULL};
     if (comm->door) return connect_near(&caller, err);
     zpp_status status = make_door(comm, options, &caller.door, err);
     if (status != ZPP_OK) return status;
