@@ -262,6 +262,8 @@ zpp_status zpp_wire_check_unit(const struct zpp_unit *unit, struct zpp_err *err)
  * shard was written. */
 zpp_status zpp_wire_add_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit);
+/* Return its bytes. */
+size_t zpp_wire_param_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
 /* memory[elems] = the values of every rank's quantised copy of the unit. */
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory);
 
@@ -290,6 +292,13 @@ void zpp_wire_add(zpp_zero *zero, const void *const *qcopies, int count, float f
                   bool accumulate, size_t elems);
 
 /* --- wire_device.c ------------------------------------------------------------------------------------------------ */
+/* On the compute stream: zeros between the parameters of this rank's shard, as its quantised copy wants them; and that
+ * copy. */
+zpp_status zpp_wire_device_clear_shard(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_wire_device_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit, void *qcopy, struct zpp_err *err);
+/* On the gather stream: to[shard_elems] = the values of a quantised copy, of any rank. */
+zpp_status zpp_wire_device_read_qcopy(zpp_zero *zero, const struct zpp_unit *unit, const void *qcopy, void *to,
+                                      struct zpp_err *err);
 struct zpp_sum_op;
 /* Return the bytes of the area behind a bucket, and of each rank's shard there; 0: gradients travel as they add. */
 size_t zpp_wire_device_bytes(const zpp_zero *zero, const struct zpp_unit *unit);

@@ -95,7 +95,7 @@ zpp_status zpp_wire_add_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_
     const zpp_status status = zpp_wire_check_unit(unit, err);
     if (status != ZPP_OK) return status;
     unit->qcopy_offset_bytes = wire->qcopies_bytes;
-    wire->qcopies_bytes += (qcopy_bytes(&wire->params, unit->shard_elems) + 63) / 64 * 64;
+    wire->qcopies_bytes += (zpp_wire_param_qcopy_bytes(zero, unit) + 63) / 64 * 64;
     return ZPP_OK;
 }
 
@@ -138,6 +138,10 @@ bool zpp_wire_quantises_params(const zpp_zero *zero) {
     return zero->wire.params.bits != 0;
 }
 
+size_t zpp_wire_param_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return qcopy_bytes(&zero->wire.params, unit->shard_elems);
+}
+
 static unsigned char *qcopy_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
     return (unsigned char *)zpp_region_base(zero->wire.qcopies, rank) + unit->qcopy_offset_bytes;
 }
@@ -155,7 +159,7 @@ void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char 
                        unit->shard_elems, false, NULL);
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
-                   qcopy_bytes(spec, unit->shard_elems) * (size_t)(unit->group->ranks - 1));
+                   zpp_wire_param_qcopy_bytes(zero, unit) * (size_t)(unit->group->ranks - 1));
 }
 
 /* --- gradients ---------------------------------------------------------------------------------------------------- */

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What wire.c does, between GPUs (reduce_device.c): gradients that travel in fewer bits than they add in. A bucket
- * there has an *area* behind its gradients, shard by shard as they travel:
+ * What wire.c does, between GPUs; the bits are the same. A quantised copy is an fp32 scale a block, then the codes.
  *
- *   narrow      the elements in wire_dtype
- *   quantised   a quantised copy: an fp32 scale a block, then the codes; each begins at a multiple of 64 bytes
- *
- * This rank's stream fills the area when the bucket goes out, and peers read it in place of the gradients. The bits are
- * those of wire.c.
+ *   parameters   Behind its shard each rank has the shard's quantised copy (placement/on_device.c). The compute stream
+ *                makes it after the shard was written, and the gather streams of all ranks read it in place.
+ *   gradients    A bucket (reduce_device.c) has an *area* behind its gradients, shard by shard as they travel. The
+ *                compute stream fills it when the bucket goes out, and peers read it in place of the gradients.
+ *                  narrow      the elements in wire_dtype
+ *                  quantised   quantised copies, each from a multiple of 64 bytes on
  */
 #include "../comm/stream_sum.h"
 #include "internal.h"
@@ -26,7 +26,7 @@ size_t zpp_wire_device_bytes(const zpp_zero *zero, const struct zpp_unit *unit) 
     return rounded(zpp_wire_device_stride(zero, unit) * (size_t)unit->group->ranks);
 }
 
-/* --- filling the area --------------------------------------------------------------------------------------------- */
+/* --- a quantised copy of a shard ---------------------------------------------------------------------------------- */
 
 struct quantise_op {
     zpp_device *device;
@@ -45,22 +45,70 @@ static zpp_status run_quantise(void *arg, void *native, const struct zpp_wait *w
     return zpp_quantise_cuda(op->device, native, &op->spec, op->values, op->dtype, op->elems, &to, err);
 }
 
-/* Between parameters lies what the memory held before, which must not widen the scale of a block. */
-static zpp_status clear_gaps(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *grads, struct zpp_err *err) {
-    const size_t bytes = zpp_dtype_bytes(unit->grad_dtype);
+static zpp_status launch_quantise(zpp_zero *zero, const struct quantise_op *op, struct zpp_err *err) {
+    return zpp_stream_launch(zero->compute, run_quantise, op, sizeof *op, err);
+}
+
+/* Between parameters lies what the memory held before, which must not widen the scale of a block. `memory`: elements
+ * [begin, end) of the unit. */
+static zpp_status clear_gaps(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory, size_t elem_bytes,
+                             size_t begin, size_t end, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (size_t i = 0; i <= unit->params && status == ZPP_OK; i++) {
-        const size_t from = i ? unit->offset_elems[i - 1] + unit->param_elems[i - 1] : 0;
-        const size_t to = i < unit->params ? unit->offset_elems[i] : unit->elems;
-        if (to > from) status = zpp_stream_fill(zero->compute, grads + from * bytes, 0, (to - from) * bytes, err);
+        size_t from = i ? unit->offset_elems[i - 1] + unit->param_elems[i - 1] : 0;
+        size_t to = i < unit->params ? unit->offset_elems[i] : unit->elems;
+        if (from < begin) from = begin;
+        if (to > end) to = end;
+        if (to > from)
+            status = zpp_stream_fill(zero->compute, memory + (from - begin) * elem_bytes, 0, (to - from) * elem_bytes,
+                                     err);
     }
     return status;
 }
 
+/* --- parameters --------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_wire_device_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit, void *qcopy, struct zpp_err *err) {
+    const struct quantise_op op = {zero->options.device, zero->wire.params, unit->shard,
+                                   unit->shard_elems,    unit->dtype,       qcopy};
+    return launch_quantise(zero, &op, err);
+}
+
+zpp_status zpp_wire_device_clear_shard(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
+    const size_t begin = (size_t)unit->group->rank * unit->shard_elems;
+    return clear_gaps(zero, unit, unit->shard, unit->elem_bytes, begin, begin + unit->shard_elems, err);
+}
+
+struct dequantise_op {
+    zpp_device *device;
+    struct zpp_quant_spec spec;
+    const float *scales;
+    size_t elems;
+    void *values;
+    zpp_dtype dtype;
+};
+_Static_assert(sizeof(struct dequantise_op) <= ZPP_OP_ARG_BYTES, "the argument of one operation");
+
+static zpp_status run_dequantise(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait;
+    const struct dequantise_op *op = arg;
+    const struct zpp_quant_source from = {op->scales + zpp_quant_blocks(&op->spec, op->elems), op->scales, NULL};
+    return zpp_dequantise_cuda(op->device, native, &op->spec, &from, op->values, op->dtype, op->elems, false, err);
+}
+
+zpp_status zpp_wire_device_read_qcopy(zpp_zero *zero, const struct zpp_unit *unit, const void *qcopy, void *to,
+                                      struct zpp_err *err) {
+    const struct dequantise_op op = {zero->options.device, zero->wire.params, qcopy,
+                                     unit->shard_elems,    to,                unit->dtype};
+    return zpp_stream_launch(zero->gather, run_dequantise, &op, sizeof op, err);
+}
+
+/* --- filling the area --------------------------------------------------------------------------------------------- */
+
 static zpp_status quantise(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *grads, unsigned char *area,
                            struct zpp_err *err) {
     const size_t stride = zpp_wire_device_stride(zero, unit), shard_bytes = zpp_grad_shard_bytes(unit->grad);
-    zpp_status status = clear_gaps(zero, unit, grads, err);
+    zpp_status status = clear_gaps(zero, unit, grads, unit->grad->elem_bytes, 0, unit->elems, err);
     for (int rank = 0; rank < unit->group->ranks && status == ZPP_OK; rank++) {
         const struct quantise_op op = {
             .device = zero->options.device,
@@ -70,7 +118,7 @@ static zpp_status quantise(zpp_zero *zero, const struct zpp_unit *unit, unsigned
             .dtype = unit->grad_dtype,
             .scales = (float *)(void *)(area + (size_t)rank * stride),
         };
-        status = zpp_stream_launch(zero->compute, run_quantise, &op, sizeof op, err);
+        status = launch_quantise(zero, &op, err);
     }
     return status;
 }

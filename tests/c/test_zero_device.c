@@ -43,6 +43,7 @@ struct shape {
     int grads_bits;      /* 8 or 4: gradients travel quantised */
     bool measures; /* the norm of all ranks goes into what is computed next; there is no run on the CPU to compare */
     int parts;     /* units 1 and 3 differ between so many groups of ranks; 0: no unit does */
+    int params_bits; /* 8 or 4: parameters travel quantised */
 };
 
 /* What all ranks share in a run. */
@@ -165,7 +166,7 @@ static void open_rank(struct rank *rank) {
                                              .prefetch_bytes = shape->prefetch_bytes,
                                              .bucket_bytes = shape->bucket_bytes};
     CHECK_OK(zpp_zero_create(&options, &rank->zero, &err));
-    if (shape->grads_bits) CHECK_OK(zpp_zero_set_wire(rank->zero, 0, shape->grads_bits, 64, &err));
+    CHECK_OK(zpp_zero_set_wire(rank->zero, shape->params_bits, shape->grads_bits, 64, &err));
     rank->compute = zpp_zero_compute(rank->zero);
     if (!shape->on_cpu) {
         CHECK_EQUAL(SIM(sim_stream_create)(rank->me->rank, &rank->native), 0);
@@ -308,12 +309,15 @@ static void update(struct rank *rank) {
     }
 }
 
-/* Reads before a step that no gradient waits for. */
+/* Reads before a step that no gradient waits for. Where parameters travel quantised, the exact values are read, too. */
 static void evaluate(struct rank *rank) {
     struct zpp_err err = ZPP_ERR_INIT;
     for (int u = 0; u < UNITS; u++) {
         need(rank, u, ZPP_PHASE_EVAL);
-        add_up(rank, rank->state, param_of(zpp_zero_unit(rank->zero, u), 1), STATE, 0.25f, true);
+        const unsigned char *param = param_of(zpp_zero_unit(rank->zero, u), 1);
+        add_up(rank, rank->state, param, STATE, 0.25f, true);
+        CHECK_OK(zpp_zero_make_exact(rank->zero, u, &err));
+        if (rank->run->shape.params_bits) add_up(rank, rank->state, param, STATE, 0.125f, true);
         release(rank, u);
     }
     CHECK_OK(zpp_zero_end_pass(rank->zero, &err));
@@ -469,32 +473,36 @@ static void draw_schedules(uint64_t *bits, int ranks, uint64_t seed) {
 }
 
 static const struct shape shapes[] = {
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0},
-    {3, 3, true, false, 2000, 6000, false, false, 0, false, 0},
-    {2, 3, false, true, 0, 8000, false, false, 0, false, 0},
-    {2, 2, false, false, 0, 0, false, false, 0, false, 0},
-    {3, 2, false, true, 0, 9000, false, false, 0, false, 0},
-    {2, 1, false, false, 0, 0, false, false, 0, false, 0},
-    {3, 1, true, true, 0, 0, false, false, 0, false, 0},
-    {2, 0, false, false, 0, 0, false, false, 0, false, 0},
-    {3, 0, true, false, 0, 0, false, false, 0, false, 0},
-    {2, 2, false, false, 1 << 20, 0, false, false, 0, false, 0},
-    {2, 0, false, false, 1 << 20, 0, false, false, 0, false, 0},
-    {2, 3, false, false, 3000, 0, false, false, 0, false, 0},
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, true, 0},
-    {2, 3, false, false, 1 << 20, 0, false, false, 8, false, 0},
-    {3, 2, false, true, 0, 9000, false, false, 4, false, 0},
-    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0},
-    {2, 3, false, false, 1 << 20, 0, false, true, 0, false, 0},
-    {3, 1, false, true, 0, 0, false, true, 0, false, 0},
-    {2, 0, false, false, 0, 0, false, true, 0, false, 0},
-    {3, 2, false, true, 0, 9000, false, true, 0, false, 0},
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 2},
-    {4, 3, false, false, 2000, 6000, false, false, 0, false, 2},
-    {4, 2, true, true, 0, 9000, false, false, 0, false, 2},
-    {2, 1, false, false, 0, 0, false, false, 0, false, 2},
-    {4, 0, false, false, 0, 0, false, false, 0, false, 2},
-    {4, 3, false, false, 1 << 20, 0, false, false, 8, false, 2},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 0},
+    {3, 3, true, false, 2000, 6000, false, false, 0, false, 0, 0},
+    {2, 3, false, true, 0, 8000, false, false, 0, false, 0, 0},
+    {2, 2, false, false, 0, 0, false, false, 0, false, 0, 0},
+    {3, 2, false, true, 0, 9000, false, false, 0, false, 0, 0},
+    {2, 1, false, false, 0, 0, false, false, 0, false, 0, 0},
+    {3, 1, true, true, 0, 0, false, false, 0, false, 0, 0},
+    {2, 0, false, false, 0, 0, false, false, 0, false, 0, 0},
+    {3, 0, true, false, 0, 0, false, false, 0, false, 0, 0},
+    {2, 2, false, false, 1 << 20, 0, false, false, 0, false, 0, 0},
+    {2, 0, false, false, 1 << 20, 0, false, false, 0, false, 0, 0},
+    {2, 3, false, false, 3000, 0, false, false, 0, false, 0, 0},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, true, 0, 0},
+    {2, 3, false, false, 1 << 20, 0, false, false, 8, false, 0, 0},
+    {3, 2, false, true, 0, 9000, false, false, 4, false, 0, 0},
+    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 0},
+    {2, 3, false, false, 1 << 20, 0, false, true, 0, false, 0, 0},
+    {3, 1, false, true, 0, 0, false, true, 0, false, 0, 0},
+    {2, 0, false, false, 0, 0, false, true, 0, false, 0, 0},
+    {3, 2, false, true, 0, 9000, false, true, 0, false, 0, 0},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 2, 0},
+    {4, 3, false, false, 2000, 6000, false, false, 0, false, 2, 0},
+    {4, 2, true, true, 0, 9000, false, false, 0, false, 2, 0},
+    {2, 1, false, false, 0, 0, false, false, 0, false, 2, 0},
+    {4, 0, false, false, 0, 0, false, false, 0, false, 2, 0},
+    {4, 3, false, false, 1 << 20, 0, false, false, 8, false, 2, 0},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 8},
+    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 4},
+    {2, 3, false, false, 0, 0, false, false, 0, false, 0, 8},
+    {4, 3, false, false, 1 << 20, 0, false, false, 0, false, 2, 8},
 };
 enum { SHAPES = sizeof shapes / sizeof shapes[0] };
 
@@ -558,6 +566,10 @@ static const struct mutant {
     {"a gather waits for its memory", -1, GATHER, COMPUTE, 11},
     {"a step waits for the sums", -1, COMPUTE, SUMS, 0},
     {"compute waits for copies after a step", -1, COMPUTE, GATHER, 9},
+    {"gathers wait for quantised copies", ZPP_COUNTER_STEPPED, NO_STREAM, NO_STREAM, 26},
+    {"quantised copies wait for read", ZPP_COUNTER_READ, NO_STREAM, NO_STREAM, 26},
+    {"exact values wait for computation", -1, GATHER, COMPUTE, 26},
+    {"computation waits for exact values", -1, COMPUTE, GATHER, 26},
 };
 static const struct mutant *mutant;
 
@@ -644,7 +656,7 @@ static void run_fault(struct test_rank *me) {
 
 static void a_rank_that_stops_ends_the_waits_for_it(void) {
     for (int aborts = 0; aborts < 2; aborts++) {
-        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0}},
+        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 0}},
                               .aborts = aborts};
         atomic_store(&goes_on, 0);
         SIM(sim_set_schedule)(0, 0);

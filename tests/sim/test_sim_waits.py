@@ -30,6 +30,10 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/placement/on_device.c", "begin_writes"): ("a step waits for read",),
     ("csrc/zero/placement/on_device.c", "wait_for_compute"): ("the shard of a device waits for the values at set-up",),
     ("csrc/zero/placement/on_device.c", "collect"): ("compute waits for copies after a step",),
+    ("csrc/zero/placement/on_device.c", "make_exact"): (
+        "exact values wait for computation",
+        "computation waits for exact values",
+    ),
     ("csrc/zero/placement/offloaded.c", "keep_shard"): ("the shard waits for the values at set-up",),
     ("csrc/zero/placement/offloaded.c", "settle"): ("the step waits for gathers",),
     ("csrc/zero/placement/offloaded.c", "collect"): (

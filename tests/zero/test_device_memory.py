@@ -76,6 +76,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "stage 2, few buckets": {"stage": 2, "bucket_bytes": 1},
     "stage 1, reduces bf16": {"stage": 1, "precision": zeropp.Precision(reduce="bf16")},
     "stage 3, int8 gradients": {"stage": 3, "comm": zeropp.Comm(grads="int8")},
+    "stage 3, int8 parameters": {"stage": 3, "comm": zeropp.Comm(params="int8")},
+    "stage 3, bf16, int4 parameters": {"stage": 3, "precision": "bf16", "comm": zeropp.Comm(params="int4", block_elems=64)},
     "host, stage 1": {"stage": 1, "offload": zeropp.Offload(optimizer="cpu")},
     "host, stage 2": {"stage": 2, "offload": zeropp.Offload(optimizer="cpu")},
     "host, stage 3": {"stage": 3, "offload": ON_HOST},

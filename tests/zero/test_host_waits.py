@@ -56,6 +56,12 @@ def test_shards_on_the_device(precision: str | None, clip: float | None, device:
         check(waits_of_a_step(clip, stage=stage, precision=precision), 0, device)
 
 
+@on_ranks(2, devices=("sim", "sim-lazy"))
+def test_parameters_and_gradients_in_fewer_bits(device: str) -> None:
+    """The GPUs quantise and dequantise, so the host still waits for nothing."""
+    check(waits_of_a_step(1.0, comm=zeropp.Comm(params="int8", grads="int4")), 0, device)
+
+
 @on_ranks(1, 2, devices=("sim", "sim-lazy"))
 def test_shards_on_the_host(device: str) -> None:
     """The host steps, so it waits for the gradients of each unit, and for gathers to be over."""

@@ -2,8 +2,9 @@
  *
  * Parameters whose shards live on the device (on_device.h): in memory of GPUs that the ranks of a host map, or in
  * memory of the device alone with one rank. A gather is one copy for each rank's shard, by copy engines; whole units
- * lie in memory that wraps (base/wrap.h). Replicated units are whole in the shared memory, and each rank copies the
- * shards of the others after a step.
+ * lie in memory that wraps (base/wrap.h). Where parameters travel quantised, a shard's quantised copy lies behind it,
+ * and a gather is one kernel for each rank's copy (wire_device.c). Replicated units are whole in the shared memory, and
+ * each rank copies the shards of the others after a step.
  */
 #include "../placement.h"
 
@@ -38,11 +39,6 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
     (void)warm_bytes;
     struct zpp_on_device *on = zero->on_device;
     zpp_status status = ZPP_OK;
-    if (zpp_wire_quantises_params(zero))
-        return zpp_fail(err, ZPP_NOT_BUILT,
-                        "zero: not supported yet: parameters in %d bits between GPUs; set "
-                        "quantise_params to 0",
-                        zero->wire.params.bits);
     if (on->params_bytes && zero->ranks == 1)
         status = zpp_device_alloc(zero->options.device, on->params_bytes, &on->alone, err);
     else if (on->params_bytes)
@@ -64,6 +60,45 @@ static zpp_status await_stepped(zpp_zero *zero, struct zpp_err *err) {
     return status;
 }
 
+/* --- life --------------------------------------------------------------------------------------------------------- */
+
+static zpp_status lay_out_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    size_t *used_bytes = &zero->on_device->params_bytes;
+    unit->region_offset_bytes = zpp_unit_next_offset(used_bytes, zpp_unit_shard_bytes(unit));
+    if (!zpp_wire_quantises_params(zero)) return ZPP_OK;
+    unit->qcopy_offset_bytes = zpp_unit_next_offset(used_bytes, zpp_wire_param_qcopy_bytes(zero, unit));
+    return zpp_wire_check_unit(unit, err);
+}
+
+static zpp_status lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    (void)err;
+    unit->region_offset_bytes = zpp_unit_next_offset(&zero->on_device->params_bytes, zpp_unit_bytes(unit));
+    return ZPP_OK;
+}
+
+static unsigned char *params_of(const zpp_zero *zero, int rank) {
+    const struct zpp_on_device *on = zero->on_device;
+    return on->params ? zpp_device_region_base(on->params, rank) : on->alone;
+}
+
+static unsigned char *part_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
+    return params_of(zero, rank) + unit->region_offset_bytes;
+}
+
+static unsigned char *qcopy_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
+    return params_of(zero, rank) + unit->qcopy_offset_bytes;
+}
+
+static void locate_shard(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->shard = part_of(zero, unit, zero->rank);
+    zpp_wrapped_locate(zero, unit);
+}
+
+static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
+    unit->whole = part_of(zero, unit, zero->rank);
+    unit->shard = zpp_unit_shard_of_whole(unit, unit->group->rank);
+}
+
 /* --- the step ----------------------------------------------------------------------------------------------------- */
 
 static zpp_status end_reads(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
@@ -79,41 +114,18 @@ static zpp_status begin_writes(zpp_zero *zero, struct zpp_err *err) {
     return zpp_counters_await(on->counters, zero->compute, ZPP_COUNTER_READ, on->steps + 1, err);
 }
 
+static zpp_status make_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    if (!zpp_wire_quantises_params(zero)) return ZPP_OK;
+    return zpp_wire_device_make_qcopy(zero, unit, qcopy_of(zero, unit, zero->rank), err);
+}
+
 static zpp_status end_writes(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
+    zpp_status status = ZPP_OK;
+    for (int i = 0; i < zero->moving_count && status == ZPP_OK; i++) status = make_qcopy(zero, zero->moving[i], err);
     on->steps++;
-    if (!on->counters) return ZPP_OK;
+    if (status != ZPP_OK || !on->counters) return status;
     return zpp_counters_signal(on->counters, zero->compute, ZPP_COUNTER_STEPPED, on->steps, err);
-}
-
-/* --- life --------------------------------------------------------------------------------------------------------- */
-
-static zpp_status lay_out_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    (void)err;
-    unit->region_offset_bytes = zpp_unit_next_offset(&zero->on_device->params_bytes, zpp_unit_shard_bytes(unit));
-    return ZPP_OK;
-}
-
-static zpp_status lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    (void)err;
-    unit->region_offset_bytes = zpp_unit_next_offset(&zero->on_device->params_bytes, zpp_unit_bytes(unit));
-    return ZPP_OK;
-}
-
-static unsigned char *part_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
-    const struct zpp_on_device *on = zero->on_device;
-    unsigned char *base = on->params ? zpp_device_region_base(on->params, rank) : on->alone;
-    return base + unit->region_offset_bytes;
-}
-
-static void locate_shard(zpp_zero *zero, struct zpp_unit *unit) {
-    unit->shard = part_of(zero, unit, zero->rank);
-    zpp_wrapped_locate(zero, unit);
-}
-
-static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
-    unit->whole = part_of(zero, unit, zero->rank);
-    unit->shard = zpp_unit_shard_of_whole(unit, unit->group->rank);
 }
 
 /* --- gathers ------------------------------------------------------------------------------------------------------ */
@@ -133,9 +145,29 @@ static zpp_status copy_shards(zpp_zero *zero, const struct zpp_unit *unit, bool 
     return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;
 }
 
+static zpp_status read_qcopies(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
+    const struct zpp_group *group = unit->group;
+    zpp_status status = await_stepped(zero, err);
+    for (int at = 0; at < group->ranks && status == ZPP_OK; at++)
+        status = zpp_wire_device_read_qcopy(zero, unit, qcopy_of(zero, unit, group->members[at]),
+                                            zpp_unit_shard_of_whole(unit, at), err);
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
+                   zpp_wire_param_qcopy_bytes(zero, unit) * (size_t)(group->ranks - 1));
+    return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;
+}
+
 /* The memory is free on the gather stream: `acquire` ordered it after its last uses. */
 static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    return copy_shards(zero, unit, false, err);
+    unit->quantised = zpp_wire_quantises_params(zero) && !unit->wants_exact;
+    return unit->quantised ? read_qcopies(zero, unit, err) : copy_shards(zero, unit, false, err);
+}
+
+/* The memory is in use: the copies come after what was computed with it so far, and before what is computed next. */
+static zpp_status make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    zpp_status status = zpp_event_record(unit->allocated, zero->compute, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->gather, unit->allocated, NULL, err);
+    if (status == ZPP_OK) status = copy_shards(zero, unit, false, err);
+    return status == ZPP_OK ? zpp_stream_wait(zero->compute, unit->ready, NULL, err) : status;
 }
 
 /* --- the shard ---------------------------------------------------------------------------------------------------- */
@@ -148,9 +180,15 @@ static zpp_status wait_for_compute(zpp_zero *zero, struct zpp_unit *unit, struct
 }
 
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const zpp_status status =
+    zpp_status status =
         zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, unit->group->rank),
                         zpp_unit_shard_bytes(unit), err);
+    if (status == ZPP_OK && zpp_wire_quantises_params(zero)) status = zpp_wire_device_clear_shard(zero, unit, err);
+    return status == ZPP_OK ? wait_for_compute(zero, unit, err) : status;
+}
+
+static zpp_status publish_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const zpp_status status = make_qcopy(zero, unit, err);
     return status == ZPP_OK ? wait_for_compute(zero, unit, err) : status;
 }
 
@@ -176,8 +214,9 @@ const struct zpp_placement zpp_placement_on_device = {
     .release = zpp_wrapped_release,
     .evict = zpp_wrapped_evict,
     .gather = gather,
+    .make_exact = make_exact,
     .keep_shard = keep_shard,
-    .publish = wait_for_compute,
+    .publish = publish_shard,
 };
 
 const struct zpp_placement zpp_placement_on_device_whole = {

@@ -44,6 +44,8 @@ class PlannedUnit(Protocol):
     @property
     def shard_bytes(self) -> int: ...
     @property
+    def params_wire_bytes(self) -> int: ...
+    @property
     def bucket_bytes(self) -> int: ...
     @property
     def grads_wire_bytes(self) -> int: ...
@@ -61,8 +63,14 @@ def laid_out(sizes: Iterable[int]) -> int:
 
 
 def params_bytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the memory of parameters on the device, between passes, where their shards are there."""
-    return laid_out(unit.shard_bytes if unit.moves else unit.whole_bytes for unit in units)
+    """Return the memory of parameters on the device, between passes, where their shards are there. Behind a shard lies its quantised
+    copy, if parameters travel so."""
+    sizes: list[int] = []
+    for unit in units:
+        sizes.append(unit.shard_bytes if unit.moves else unit.whole_bytes)
+        if unit.moves and unit.params_wire_bytes < unit.shard_bytes:
+            sizes.append(unit.params_wire_bytes)
+    return laid_out(sizes)
 
 
 def _is_tied(unit: PlannedUnit) -> bool:

@@ -75,7 +75,7 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
         _check_offload(config, device)
     others = {
         "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
-        "Comm(params=) other than 'exact'": config.comm.params != "exact",
+        "Comm(params=) other than 'exact' with shards on the host": not there and config.comm.params != "exact",
         "Precision(stored=)": config.stored_name is not None,
         "Precision(master='bf16') with shards there": there and config.master_name == "bf16",
     }
