@@ -192,7 +192,6 @@ static zpp_status run_step(void *arg, void *native, const struct zpp_wait *wait,
 
 static zpp_status check_plan(const struct zpp_step_plan *plan, struct zpp_err *err) {
     const char *what = plan->f64_count ? "float64 parameters" : NULL;
-    if (plan->no_master_count) what = "bf16 parameters without an fp32 copy (Precision(master=\"bf16\"))";
     if (plan->file_pieces_count || plan->files.params || plan->files.grads) what = "states or parameters in files";
     if (plan->delayed) what = "Offload(delayed_update=)";
     if (!what) return ZPP_OK;
@@ -202,12 +201,13 @@ static zpp_status check_plan(const struct zpp_step_plan *plan, struct zpp_err *e
                     what);
 }
 
-/* How many segments from `begin` on one call takes: of one optimizer, with states of one kind. */
+/* How many segments from `begin` on one call takes: of one optimizer, with states of one kind, all with an fp32 copy or
+ * all without. */
 static size_t run_of(const struct zpp_step_plan *plan, size_t begin) {
     const struct zpp_optim_segment *first = &plan->segments[begin];
     size_t end = begin;
     while (end < plan->segments_count && plan->segments[end].optimizer == first->optimizer &&
-           plan->segments[end].how.kind == first->how.kind)
+           plan->segments[end].how.kind == first->how.kind && !plan->segments[end].param == !first->param)
         end++;
     return end - begin;
 }

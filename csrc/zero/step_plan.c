@@ -9,6 +9,9 @@
 #include "../base/mem.h"
 #include "internal.h"
 
+/* Random bits of moments have the parameters' numbers as streams; those of bf16 parameters without a master these. */
+#define STREAM_OF_PARAMS (UINT64_C(1) << 32)
+
 /* --- the stepper -------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_stepper_init(zpp_zero *zero, zpp_pool *pool, struct zpp_stepper *out, struct zpp_err *err) {
@@ -150,6 +153,14 @@ static bool add_f64(const struct planning *planning, const struct part *part) {
     return true;
 }
 
+/* On a device a kernel rounds bf16 parameters without a master; a step on the host has zpp_no_master_step. */
+static void bind_no_master_key(const struct zpp_unit_states *states, const struct part *part,
+                               struct zpp_optim_segment *segment) {
+    const uint64_t key =
+        zpp_moments_key(0, STREAM_OF_PARAMS + states->first_param + part->piece.param, segment->step);
+    segment->param_key = zpp_moments_key_from(key, part->first_elems);
+}
+
 /* fp32 moments of the segment, of those that the update has. */
 static void bind_moments(const struct zpp_unit_states *states, size_t at, struct zpp_optim_segment *segment) {
     for (int k = 0; k < 3; k++)
@@ -229,14 +240,20 @@ static void bind_values(const struct planning *planning, const struct part *part
     else segment->param = apart ? NULL : (float *)(void *)values;
 }
 
-static bool add_segment(const struct planning *planning, const struct part *part) {
+/* A segment in the list of its kind. */
+static struct zpp_optim_segment *next_of(const struct planning *planning, const struct part *part, bool no_master) {
     struct zpp_step_plan *plan = planning->plan;
     const struct zpp_unit_states *states = &planning->shard.owner->states;
+    if (states->in_file) return next_in_file(plan, states->file_shard, part->at);
+    if (!no_master || zpp_zero_shards_on_device(planning->stepper->zero)) return next_segment(plan);
+    return next_no_master(plan, states->first_param + part->piece.param, part->first_elems);
+}
+
+static bool add_segment(const struct planning *planning, const struct part *part) {
+    const struct zpp_step_plan *plan = planning->plan;
+    const struct zpp_unit_states *states = &planning->shard.owner->states;
     const bool no_master = !states->in_file && !states->master && planning->shard.shape.dtype == ZPP_BF16;
-    struct zpp_optim_segment *segment =
-        states->in_file ? next_in_file(plan, states->file_shard, part->at)
-        : no_master     ? next_no_master(plan, states->first_param + part->piece.param, part->first_elems)
-                        : next_segment(plan);
+    struct zpp_optim_segment *segment = next_of(planning, part, no_master);
     if (!segment) return false;
     *segment = *part->rates;
     bind_values(planning, part, no_master, segment);
@@ -244,6 +261,7 @@ static bool add_segment(const struct planning *planning, const struct part *part
     segment->grad_dtype = planning->shard.shape.grad_dtype;
     segment->elems = part->piece.elems;
     segment->step = (uint64_t)states->steps[part->piece.param];
+    if (no_master) bind_no_master_key(states, part, segment);
     if (plan->delayed && !part->on_disk && !use_back_buffer(planning, part, segment)) return false;
     if (states->kind != ZPP_MOMENTS_F32) bind_low_precision_moments(states, part, segment);
     else if (!states->in_file) bind_moments(states, part->at, segment);
@@ -336,8 +354,6 @@ zpp_status zpp_step_plan_add(const struct zpp_stepper *stepper, int unit, const 
  * gradient, and its moments. */
 
 enum { TILE_ELEMS = ZPP_MOMENTS_TILE_ELEMS };
-/* Moments' random bits have the parameters' numbers as streams; these are others. */
-#define STREAM_OF_PARAMS (UINT64_C(1) << 32)
 
 struct no_master_job {
     const struct zpp_no_master_piece *piece;

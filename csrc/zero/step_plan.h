@@ -120,11 +120,11 @@ struct zpp_delayed_rest {
  * zpp_step_plan_drop. */
 struct zpp_step_plan {
     double grad_scale; /* multiplies every gradient */
-    struct zpp_optim_segment *segments; /* states in memory */
+    struct zpp_optim_segment *segments; /* states in memory; on a device also bf16 parameters without a master */
     size_t segments_count, segments_capacity;
     struct zpp_optim_file_piece *file_pieces; /* states in the optimizer file */
     size_t file_pieces_count, file_pieces_capacity;
-    struct zpp_no_master_piece *no_master; /* bf16 without an fp32 master */
+    struct zpp_no_master_piece *no_master; /* bf16 without an fp32 master, on the host */
     size_t no_master_count, no_master_capacity;
     struct zpp_adam_f64_segment *f64;
     size_t f64_count, f64_capacity;

@@ -12,6 +12,7 @@
 #include "scale_words.h"
 
 #include "../../csrc/ops/optim/optim_cuda.cu"
+#include "no_master.h"
 
 /* What zpp_optim_step_cuda does, without a driver. */
 static int step(const struct zpp_optim_segment *segments, size_t count, float grad_scale) {
@@ -22,7 +23,10 @@ static int step(const struct zpp_optim_segment *segments, size_t count, float gr
         done += zpp_optim_cuda_fill(segments + done, count - done, scale_as_wanted(grad_scale), &batch, &blocks);
         launches += blocks > 0;
         for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-            for (threadIdx.x = 0; threadIdx.x < ZPP_OPTIM_CUDA_THREADS; ++threadIdx.x) zpp_adam_cuda(batch);
+            for (threadIdx.x = 0; threadIdx.x < ZPP_OPTIM_CUDA_THREADS; ++threadIdx.x) {
+                if (segments[0].param) zpp_adam_cuda(batch);
+                else zpp_adam_no_master_cuda(batch);
+            }
         }
     }
     return launches;
@@ -67,6 +71,25 @@ static void many_segments(void) {
     }
 }
 
+/* bf16 parameters without an fp32 copy, in the place of `out`. */
+static void no_master(void) {
+    static struct memory want, got;
+    static struct zpp_optim_segment segments[SEGMENTS];
+    for (size_t i = 0; i < ELEMS; ++i) {
+        want.m[i] = 0.001f * (float)(i % 13), want.v[i] = want.top[i] = 1e-4f * (float)(i % 17);
+        want.out[i] = want.grad[i] = __uint_as_float(0x3c003c00u + (uint32_t)(i * 2654435761u % 0x200u) * 0x10001u);
+    }
+    got = want;
+    describe(segments, &want, 5);
+    without_master(segments, SEGMENTS);
+    no_master_on_cpu(segments, SEGMENTS, 0.5f);
+    describe(segments, &got, 5);
+    without_master(segments, SEGMENTS);
+    scale_words.by_address = false;
+    CHECK_EQUAL(step(segments, SEGMENTS, 0.5f), 2);
+    CHECK(memcmp(&want, &got, sizeof got) == 0);
+}
+
 /* Several chunks, and an end inside one. */
 static void long_segment(void) {
     const size_t elems = 3u * ZPP_OPTIM_CUDA_CHUNK_ELEMS + 1001;
@@ -106,6 +129,6 @@ static void nothing(void) {
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {
-        TEST(many_segments), TEST(long_segment), TEST(skipped), TEST(nothing), {0}};
+        TEST(many_segments), TEST(no_master), TEST(long_segment), TEST(skipped), TEST(nothing), {0}};
     return test_main(argc, argv, cases);
 }

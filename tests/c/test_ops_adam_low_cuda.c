@@ -12,8 +12,10 @@
 #include "scale_words.h"
 
 #include "../../csrc/ops/optim/optim_cuda.cu"
+#include "no_master.h"
 
 CUDA_THUNK(zpp_adam_low_cuda, struct zpp_adam_low_cuda_batch)
+CUDA_THUNK(zpp_adam_low_no_master_cuda, struct zpp_adam_low_cuda_batch)
 
 static int run(const struct zpp_optim_segment *segments, size_t count) {
     static struct zpp_adam_low_cuda_batch batch;
@@ -24,8 +26,9 @@ static int run(const struct zpp_optim_segment *segments, size_t count) {
         launches += blocks > 0;
         if (count == 0 || blocks == 0) continue;
         const bool barriers = batch.list.at[0].int8;
-        if (barriers) cuda_run(zpp_adam_low_cuda_thunk, &batch, blocks, ZPP_LOW_CUDA_THREADS);
-        else cuda_loop(zpp_adam_low_cuda_thunk, &batch, blocks, ZPP_LOW_CUDA_THREADS);
+        void (*thunk)(const void *) = segments[0].param ? zpp_adam_low_cuda_thunk : zpp_adam_low_no_master_cuda_thunk;
+        if (barriers) cuda_run(thunk, &batch, blocks, ZPP_LOW_CUDA_THREADS);
+        else cuda_loop(thunk, &batch, blocks, ZPP_LOW_CUDA_THREADS);
     }
     return launches;
 }
@@ -94,6 +97,25 @@ static void equals_the_cpu(void) {
     }
 }
 
+/* bf16 parameters without an fp32 copy, in the place of `out`. */
+static void no_master(void) {
+    static struct memory want, got;
+    static struct zpp_optim_segment segments[SEGMENTS + 1];
+    for (int int8 = 0; int8 < 2; ++int8) {
+        fill(&want, int8, false);
+        for (size_t i = 0; i < ELEMS; ++i) want.out[i] = want.grad[i];
+        got = want;
+        describe(segments, &want, int8, 2);
+        without_master(segments, SEGMENTS + 1);
+        no_master_on_cpu(segments, SEGMENTS + 1, 0.5f);
+        describe(segments, &got, int8, 2);
+        without_master(segments, SEGMENTS + 1);
+        scale_words.by_address = false;
+        CHECK(run(segments, SEGMENTS + 1) > 0);
+        CHECK(same(&want, &got));
+    }
+}
+
 static void skipped(void) {
     static struct memory before, got;
     static struct zpp_optim_segment segments[SEGMENTS + 1];
@@ -115,6 +137,7 @@ static void nothing(void) {
 }
 
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(skipped), TEST(nothing), {0} };
+    static const struct test_case cases[] = {
+        TEST(equals_the_cpu), TEST(no_master), TEST(skipped), TEST(nothing), {0}};
     return test_main(argc, argv, cases);
 }

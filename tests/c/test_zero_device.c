@@ -437,8 +437,7 @@ static void run_rank(struct test_rank *me) {
 
 static const struct run *mutated; /* see below */
 
-/* Return in how many of the schedules the result is not that of the CPU, or of the first run where norms are measured.
- */
+/* Return how many schedules have another result than the CPU, or than the first run where norms are measured. */
 static int wrong_schedules(const struct shape *shape, const uint64_t *lazy_bits, int schedules, uint64_t seed) {
     static unsigned char wanted[MOST_RANKS * RESULT_BYTES], result[MOST_RANKS * RESULT_BYTES];
     memset(wanted, 0, sizeof wanted);
@@ -531,7 +530,6 @@ static int run_seeds(uint64_t first, uint64_t count) {
     return 0;
 }
 
-/* Signals go before the awaits that they answer, so one queue for all streams of a GPU ends, too. */
 static void ends_with_one_hardware_queue(void) {
     const uint64_t bits[1] = {0};
     SIM(sim_set_one_queue)(true);
@@ -656,8 +654,7 @@ static void run_fault(struct test_rank *me) {
 
 static void a_rank_that_stops_ends_the_waits_for_it(void) {
     for (int aborts = 0; aborts < 2; aborts++) {
-        struct fault fault = {.run = {.shape = {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 0}},
-                              .aborts = aborts};
+        struct fault fault = {.run = {.shape = {.ranks = 2, .stage = 3, .prefetch_bytes = 1 << 20}}, .aborts = aborts};
         atomic_store(&goes_on, 0);
         SIM(sim_set_schedule)(0, 0);
         run_ranks_timeout(2, NULL, aborts ? 60 * TEST_SECOND_NS : TEST_SECOND_NS, run_fault, &fault);

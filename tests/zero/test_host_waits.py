@@ -56,6 +56,13 @@ def test_shards_on_the_device(precision: str | None, clip: float | None, device:
         check(waits_of_a_step(clip, stage=stage, precision=precision), 0, device)
 
 
+@on_ranks(1, 2, devices=("sim", "sim-lazy"))
+def test_parameters_without_a_master(device: str) -> None:
+    for state in ("fp32", "int8"):
+        precision = zeropp.Precision(param="bf16", master="bf16", state=state)
+        check(waits_of_a_step(1.0, precision=precision), 0, device)
+
+
 @on_ranks(2, devices=("sim", "sim-lazy"))
 def test_parameters_and_gradients_in_fewer_bits(device: str) -> None:
     """The GPUs quantise and dequantise, so the host still waits for nothing."""

@@ -49,5 +49,5 @@ KERNEL zpp_lamb_low_cuda_lanes(const __grid_constant__ struct zpp_lamb_low_cuda_
 
 KERNEL zpp_lamb_low_cuda_move(const __grid_constant__ struct zpp_lamb_low_cuda_batch batch) {
     __shared__ struct zpp_low_tops tops;
-    low_walk(&batch.list, batch.consts, sizeof batch.consts[0], low_lamb, &tops);
+    low_walk(&batch.list, batch.consts, sizeof batch.consts[0], low_lamb, 0, &tops);
 }

@@ -25,7 +25,10 @@ enum {
 };
 
 struct zpp_low_cuda_segment {
-    float *param; /* device memory */
+    union {
+        float *param; /* device memory */
+        uint64_t param_key; /* without an fp32 copy: of zpp_optim_segment */
+    };
     const void *grad;
     void *param_out;
     void *codes[3]; /* `moments` of them */

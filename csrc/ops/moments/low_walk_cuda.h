@@ -7,6 +7,8 @@
  * block. A turn takes four blocks: each thread decodes and steps its four elements, keeps the new moments in registers
  * and leaves their magnitudes in shared memory; a few threads find the greatest of 32 each; then every thread knows the
  * scale and encodes. bf16 has no scale and needs no barrier. It is C as well: tests/c/cuda_threads.h.
+ *
+ * `no_master`, a constant of each kernel: parameters are bf16 at param_out, without an fp32 copy.
  */
 #ifndef ZPP_OPS_MOMENTS_LOW_WALK_CUDA_H
 #define ZPP_OPS_MOMENTS_LOW_WALK_CUDA_H
@@ -21,25 +23,30 @@ typedef void (*low_element_fn)(const void *consts, float grad, float *p, float *
 
 /* One element's step; its new moments. */
 static __device__ __forceinline__ void low_step(const struct zpp_low_cuda_segment *s, const void *consts,
-                                                low_element_fn element, float factor, uint64_t i, uint64_t block,
-                                                float moments[3]) {
+                                                low_element_fn element, float factor, const int no_master, uint64_t i,
+                                                uint64_t block, float moments[3]) {
     for (int k = 0; k < s->moments; ++k) moments[k] = zpp_low_decoded(s, k, i, block);
-    float p = s->param[i];
+    float p = no_master ? zpp_moments_from_bf16(((const uint16_t *)s->param_out)[i]) : s->param[i];
     element(consts, ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor), &p, moments);
+    if (no_master) {
+        const uint32_t random = zpp_moments_random(s->param_key, (uint32_t)i);
+        ((uint16_t *)s->param_out)[i] = zpp_moments_to_bf16(p, random);
+        return;
+    }
     s->param[i] = p;
     zpp_cuda_store(s->param_out, s->out_dtype, i, p);
 }
 
 /* Elements from `line` on, four blocks of them; `into`: where the segment begins in its first block. */
 static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segment *s, const void *consts,
-                                                low_element_fn element, float factor, uint64_t line, uint32_t into,
-                                                struct zpp_low_tops *tops) {
+                                                low_element_fn element, float factor, const int no_master,
+                                                uint64_t line, uint32_t into, struct zpp_low_tops *tops) {
     float moments[ZPP_LOW_CUDA_ROWS][3] = { { 0.0f } };
     for (int row = 0; row < ZPP_LOW_CUDA_ROWS; ++row) {
         const uint64_t at = line + (uint64_t)row * ZPP_LOW_CUDA_THREADS + threadIdx.x;
         const uint64_t i = at - into; /* wraps before the first */
         const uint64_t block = at / ZPP_LOW_CUDA_THREADS;
-        if (at >= into && i < s->elems) low_step(s, consts, element, factor, i, block, moments[row]);
+        if (at >= into && i < s->elems) low_step(s, consts, element, factor, no_master, i, block, moments[row]);
         for (int k = 0; s->int8 && k < s->moments; ++k) {
             tops->each[k][row][threadIdx.x] = ZPP_BITS(moments[row][k]) & ZPP_MOMENTS_ABS;
         }
@@ -61,7 +68,7 @@ static __device__ __forceinline__ void low_turn(const struct zpp_low_cuda_segmen
 
 /* `consts`: an array of the optimizer's constants, consts_bytes each, one a segment; `tops` is in shared memory. */
 static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segments *list, const void *consts,
-                                                uint64_t consts_bytes, low_element_fn element,
+                                                uint64_t consts_bytes, low_element_fn element, const int no_master,
                                                 struct zpp_low_tops *tops) {
     if (zpp_grad_scale_skips(&list->scale)) return; /* all threads of all blocks */
     const float factor = zpp_grad_scale_factor(&list->scale);
@@ -72,7 +79,7 @@ static __device__ __forceinline__ void low_walk(const struct zpp_low_cuda_segmen
     const uint64_t all = s->elems + into, left = all - begin;
     const uint64_t end = begin + (left < ZPP_LOW_CUDA_CHUNK_ELEMS ? left : ZPP_LOW_CUDA_CHUNK_ELEMS);
     for (uint64_t line = begin; line < end; line += (uint64_t)ZPP_LOW_CUDA_ROWS * ZPP_LOW_CUDA_THREADS) {
-        low_turn(s, (const char *)consts + k * consts_bytes, element, factor, line, into, tops);
+        low_turn(s, (const char *)consts + k * consts_bytes, element, factor, no_master, line, into, tops);
     }
 }
 

@@ -22,6 +22,11 @@ uint64_t zpp_moments_key(uint64_t seed, uint64_t stream, uint64_t step) {
     return zpp_random_next(&state);
 }
 
+/* zpp_moments_random adds the element's number to the lower half. */
+uint64_t zpp_moments_key_from(uint64_t key, size_t first_elems) {
+    return (key & ~(uint64_t)UINT32_MAX) | (uint32_t)(key + first_elems);
+}
+
 size_t zpp_moments_cut(const struct zpp_moments *how, size_t at) {
     const size_t unit = how->kind == ZPP_MOMENTS_INT8 ? ZPP_MOMENTS_BLOCK_ELEMS : CUT_ELEMS;
     const size_t into = how->kind == ZPP_MOMENTS_INT8 ? how->first_elems % unit : 0;

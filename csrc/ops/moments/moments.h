@@ -77,6 +77,8 @@ size_t zpp_moments_cut(const struct zpp_moments *how, size_t at);
 
 /* The key of all moments of one tensor in one step. */
 uint64_t zpp_moments_key(uint64_t seed, uint64_t stream, uint64_t step);
+/* The key with which element i of a piece has the random bits that element first_elems + i has with `key`. */
+uint64_t zpp_moments_key_from(uint64_t key, size_t first_elems);
 
 struct zpp_moments_kernels;
 /* The version of a level; NULL where this build has none. Whether the machine has it is the caller's question. */

@@ -73,6 +73,7 @@ struct zpp_optim_segment {
     double step_size, decay; /* as a rule lr / (1 - beta1^t), and lr * weight_decay */
     struct zpp_moments how; /* all zero: states are fp32, in `state`. Else that is NULL, and they are here: */
     struct zpp_moment moments[3]; /* by enum zpp_moments_which, which are the first three of `state` */
+    uint64_t param_key; /* `param` NULL (Adam on CUDA only): random bits with which param_out is rounded, see below */
 };
 
 /* Return elements [begin, begin + elems) of a segment; its states are left as they are. */
@@ -91,7 +92,9 @@ bool zpp_optim_step_at(enum zpp_cpu_level level, const struct zpp_optim_segment 
                        float grad_scale, zpp_pool *pool);
 
 /* The same on CUDA, where all pointers are device memory, which must live until the stream has passed: enqueued on
- * `native` (torch's current stream). All segments are of one optimizer, and their states of one kind. Same bits.
+ * `native` (torch's current stream). All segments are of one optimizer, and their states of one kind. Same bits. Adam
+ * also steps parameters without an fp32 copy: `param` is NULL in all segments, and param_out is bf16, which is read
+ * and rounded stochastically with param_key (moments.h), as an element of a moment is.
  * The words of `scale`, too, are read when the kernels run. NOT_BUILT without the kernel, DEVICE if a launch fails. */
 zpp_status zpp_optim_step_cuda(zpp_device *device, void *native, const struct zpp_optim_segment *segments,
                                size_t segments_count, struct zpp_grad_scale scale, struct zpp_err *err);

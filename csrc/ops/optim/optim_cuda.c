@@ -38,6 +38,12 @@ struct job {
     struct zpp_grad_scale scale;
 };
 
+/* True if parameters have no fp32 copy: all are alike. */
+static bool is_no_master(const struct job *job) {
+    assert(job->segments[0].param || job->segments[0].optimizer == ZPP_OPTIM_ADAM);
+    return !job->segments[0].param;
+}
+
 static uint8_t out_dtype_of(const struct zpp_optim_segment *s) {
     return s->param_out ? zpp_cuda_dtype_of(s->out_dtype) : ZPP_CUDA_NONE;
 }
@@ -68,6 +74,7 @@ static size_t fill(const void *arg, size_t begin, void *batch, unsigned int *blo
             .param = s->param, .grad = s->grad, .param_out = s->param_out, .elems = s->elems, .first_block = *blocks,
             .grad_dtype = grad_dtype_of(s), .out_dtype = out_dtype_of(s),
         };
+        if (is_no_master(job)) at[*count].param_key = s->param_key;
         memcpy(states + *count * shape->states, s->state + shape->first, shape->states * sizeof *states);
         memcpy(consts + *count * kernel->consts_bytes, &one, kernel->consts_bytes);
         /* 2^31 blocks of 2^15 elements: more than any memory */
@@ -87,6 +94,7 @@ static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segm
         .param = s->param, .grad = s->grad, .param_out = s->param_out, .elems = s->elems,
         .grad_dtype = grad_dtype_of(s), .out_dtype = out_dtype_of(s),
     };
+    if (is_no_master(job)) segment->param_key = s->param_key;
     const size_t count = (size_t)__builtin_popcount(one.options & 0x7u);
     zpp_low_cuda_hold(segment, &s->how, s->moments + first, count, (enum zpp_moments_which)first);
     memcpy(consts, &one, kernels[s->optimizer].consts_bytes);
@@ -94,8 +102,9 @@ static void describe_low(const void *arg, size_t index, struct zpp_low_cuda_segm
 
 static struct zpp_low_cuda_source low_source(const struct job *job) {
     const struct kernel *kernel = &kernels[job->segments[0].optimizer];
-    assert(kernel->low);
-    return (struct zpp_low_cuda_source){kernel->low, job->count, kernel->consts_bytes, describe_low, job, job->scale};
+    const char *name = is_no_master(job) ? "zpp_adam_low_no_master_cuda" : kernel->low;
+    assert(name);
+    return (struct zpp_low_cuda_source){name, job->count, kernel->consts_bytes, describe_low, job, job->scale};
 }
 
 static bool is_low(const struct job *job) { return job->segments[0].how.kind != ZPP_MOMENTS_F32; } /* all are alike */
@@ -117,7 +126,7 @@ zpp_status zpp_optim_step_cuda(zpp_device *device, void *native, const struct zp
         return zpp_low_cuda_run(device, native, &source, err);
     }
     _Alignas(16) char batch[ZPP_OPTIM_CUDA_BATCH_BYTES] = { 0 };
-    const struct zpp_launch_cuda_list list = { kernels[segments[0].optimizer].name, ZPP_OPTIM_CUDA_THREADS,
-                                               segments_count, fill, &job, batch };
+    const char *name = is_no_master(&job) ? "zpp_adam_no_master_cuda" : kernels[segments[0].optimizer].name;
+    const struct zpp_launch_cuda_list list = { name, ZPP_OPTIM_CUDA_THREADS, segments_count, fill, &job, batch };
     return zpp_launch_cuda_list(device, native, &list, err);
 }

@@ -7,6 +7,9 @@
  * four elements a thread in flight: their loads are independent of each other's stores. Scalar loads keep any alignment
  * legal and are coalesced all the same: the pass is bound by memory. States in fewer bits are walked by
  * moments/low_walk_cuda.h. It is C as well, and tests/c runs it on a CPU (tests/c/cuda_on_cpu.h).
+ *
+ * Adam has kernels of its own for parameters without an fp32 copy (`no_master`): they are bf16 at param_out, and are
+ * rounded as the CPU rounds them (csrc/zero/step_plan.c).
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
@@ -36,10 +39,26 @@ typedef float (*update_fn)(const void *consts, float g, float p, float *x, const
 
 enum { UNROLL = ZPP_OPTIM_CUDA_UNROLL, MOST_STATES = 4 };
 
+static __device__ __forceinline__ float param_at(const struct zpp_optim_cuda_segment *s, const int no_master,
+                                                 uint64_t i) {
+    return no_master ? zpp_moments_from_bf16(((const uint16_t *)s->param_out)[i]) : s->param[i];
+}
+
+static __device__ __forceinline__ void put_param(const struct zpp_optim_cuda_segment *s, const int no_master,
+                                                 uint64_t i, float value) {
+    if (no_master) {
+        const uint32_t random = zpp_moments_random(s->param_key, (uint32_t)i);
+        ((uint16_t *)s->param_out)[i] = zpp_moments_to_bf16(value, random);
+        return;
+    }
+    s->param[i] = value;
+    zpp_cuda_store(s->param_out, s->out_dtype, i, value);
+}
+
 /* This thread's elements of its block's chunk. */
 static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment *s, float *const *state, int states,
                                             unsigned int written, update_fn update, const void *consts,
-                                            uint32_t options, float factor) {
+                                            uint32_t options, const int no_master, float factor) {
     const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_OPTIM_CUDA_CHUNK_ELEMS;
     const uint64_t left = s->elems - begin, stride = ZPP_OPTIM_CUDA_THREADS;
     const uint64_t end = begin + (left < ZPP_OPTIM_CUDA_CHUNK_ELEMS ? left : ZPP_OPTIM_CUDA_CHUNK_ELEMS);
@@ -50,7 +69,7 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
             const uint64_t i = row + (uint64_t)u * stride;
             if (i >= end) break;
             g[u] = s->grad_dtype == ZPP_CUDA_NONE ? 0.0f : ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor);
-            p[u] = s->param[i];
+            p[u] = param_at(s, no_master, i);
 #pragma unroll
             for (int k = 0; k < states; ++k) x[u][k] = options >> k & 1 ? state[k][i] : 0.0f;
         }
@@ -59,37 +78,38 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
             const uint64_t i = row + (uint64_t)u * stride;
             if (i >= end) break;
             const float moved = update(consts, g[u], p[u], x[u], options);
-            s->param[i] = moved;
+            put_param(s, no_master, i, moved);
 #pragma unroll
             for (int k = 0; k < states; ++k) if (options & written & 1u << k) state[k][i] = x[u][k];
-            zpp_cuda_store(s->param_out, s->out_dtype, i, moved);
         }
     }
 }
 
-#define WALK(NAME, name)                                                                                              \
+#define WALK(NAME, name, no_master)                                                                                   \
     if (zpp_grad_scale_skips(&batch.head.scale)) return;                                                              \
     const unsigned int k = ZPP_SEGMENT_OF(batch.at, batch.head.count, blockIdx.x);                                    \
     walk(&batch.at[k], batch.states_of[k], ZPP_OPTIM_CUDA_##NAME##_STATES, NAME##_WRITTEN, update_##name,             \
-         &batch.consts[k], batch.consts[k].options, zpp_grad_scale_factor(&batch.head.scale))
+         &batch.consts[k], batch.consts[k].options, no_master, zpp_grad_scale_factor(&batch.head.scale))
 
-KERNEL zpp_adam_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) { WALK(ADAM, adam); }
-KERNEL zpp_lion_cuda(const __grid_constant__ struct zpp_lion_cuda_batch batch) { WALK(LION, lion); }
-KERNEL zpp_adagrad_cuda(const __grid_constant__ struct zpp_adagrad_cuda_batch batch) { WALK(ADAGRAD, adagrad); }
-KERNEL zpp_sgd_cuda(const __grid_constant__ struct zpp_sgd_cuda_batch batch) { WALK(SGD, sgd); }
-KERNEL zpp_frozen_cuda(const __grid_constant__ struct zpp_frozen_cuda_batch batch) { WALK(FROZEN, frozen); }
-KERNEL zpp_zero_one_cuda(const __grid_constant__ struct zpp_zero_one_cuda_batch batch) { WALK(ZERO_ONE, zero_one); }
+KERNEL zpp_adam_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) { WALK(ADAM, adam, 0); }
+KERNEL zpp_lion_cuda(const __grid_constant__ struct zpp_lion_cuda_batch batch) { WALK(LION, lion, 0); }
+KERNEL zpp_adagrad_cuda(const __grid_constant__ struct zpp_adagrad_cuda_batch batch) { WALK(ADAGRAD, adagrad, 0); }
+KERNEL zpp_sgd_cuda(const __grid_constant__ struct zpp_sgd_cuda_batch batch) { WALK(SGD, sgd, 0); }
+KERNEL zpp_frozen_cuda(const __grid_constant__ struct zpp_frozen_cuda_batch batch) { WALK(FROZEN, frozen, 0); }
+KERNEL zpp_zero_one_cuda(const __grid_constant__ struct zpp_zero_one_cuda_batch batch) { WALK(ZERO_ONE, zero_one, 0); }
+KERNEL zpp_adam_no_master_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) { WALK(ADAM, adam, 1); }
 
-#define LOW_WALK(name)                                                                                                \
+#define LOW_WALK(name, no_master)                                                                                     \
     __shared__ struct zpp_low_tops tops;                                                                              \
-    low_walk(&batch.list, batch.consts, sizeof batch.consts[0], low_##name, &tops)
+    low_walk(&batch.list, batch.consts, sizeof batch.consts[0], low_##name, no_master, &tops)
 
 #ifndef ZPP_ON_CPU
 /* Three blocks a processor: left to itself, ptxas takes 64 registers and spills; for two it takes 91 on new GPUs. */
 #undef KERNEL
 #define KERNEL extern "C" __global__ void __launch_bounds__(256, 3)
 #endif
-KERNEL zpp_adam_low_cuda(const __grid_constant__ struct zpp_adam_low_cuda_batch batch) { LOW_WALK(adam); }
-KERNEL zpp_lion_low_cuda(const __grid_constant__ struct zpp_lion_low_cuda_batch batch) { LOW_WALK(lion); }
-KERNEL zpp_adagrad_low_cuda(const __grid_constant__ struct zpp_adagrad_low_cuda_batch batch) { LOW_WALK(adagrad); }
-KERNEL zpp_sgd_low_cuda(const __grid_constant__ struct zpp_sgd_low_cuda_batch batch) { LOW_WALK(sgd); }
+KERNEL zpp_adam_low_cuda(const __grid_constant__ struct zpp_adam_low_cuda_batch batch) { LOW_WALK(adam, 0); }
+KERNEL zpp_lion_low_cuda(const __grid_constant__ struct zpp_lion_low_cuda_batch batch) { LOW_WALK(lion, 0); }
+KERNEL zpp_adagrad_low_cuda(const __grid_constant__ struct zpp_adagrad_low_cuda_batch batch) { LOW_WALK(adagrad, 0); }
+KERNEL zpp_sgd_low_cuda(const __grid_constant__ struct zpp_sgd_low_cuda_batch batch) { LOW_WALK(sgd, 0); }
+KERNEL zpp_adam_low_no_master_cuda(const __grid_constant__ struct zpp_adam_low_cuda_batch batch) { LOW_WALK(adam, 1); }

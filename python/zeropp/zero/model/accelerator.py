@@ -77,7 +77,6 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
         "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
         "Comm(params=) other than 'exact' with shards on the host": not there and config.comm.params != "exact",
         "Precision(stored=)": config.stored_name is not None,
-        "Precision(master='bf16') with shards there": there and config.master_name == "bf16",
     }
     for option, given in others.items():
         if given:
