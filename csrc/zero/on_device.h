@@ -23,9 +23,20 @@
 #ifndef ZPP_ZERO_ON_DEVICE_H
 #define ZPP_ZERO_ON_DEVICE_H
 
+#include "../comm/counters.h"
 #include "../comm/device_region.h"
-#include "counters.h"
 #include "reduce.h"
+
+/* The words of counters.h. */
+enum zpp_counter {
+    ZPP_COUNTER_WRITTEN, /* the bucket of reduction n is filled */
+    ZPP_COUNTER_TAKEN,   /* this rank's sum n is made, and reads no bucket any more */
+    ZPP_COUNTER_COPIED,  /* stage 0: this rank has copied all sums n */
+    ZPP_COUNTER_STEPPED, /* this rank's shards have the values of step n */
+    ZPP_COUNTER_MEASURED, /* this rank's sums of squares of norm n are where its peers read them */
+    ZPP_COUNTER_READ,    /* this rank has read all that it will read of the values before step n */
+    ZPP_COUNTERS
+};
 
 /* Made by the placement, and ended by it after all streams. */
 struct zpp_on_device {

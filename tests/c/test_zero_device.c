@@ -13,7 +13,7 @@
 #include <stdatomic.h>
 
 #include "../../csrc/comm/stream_sum.h"
-#include "../../csrc/zero/counters.h"
+#include "../../csrc/comm/counters.h"
 #include "../../csrc/zero/step_ahead.h"
 #include "../../csrc/zero/zero.h"
 #include "ranks.h"

@@ -131,7 +131,7 @@ extern bool (*sim_leave_out)(const struct sim_wait *wait);
  * stream number `source` do nothing, as if the product had left them out. SIM_NOBODY: all wait again. */
 enum { SIM_HOST = -1, SIM_NOBODY = -2 };
 void sim_leave_out_between(int waiter, int source);
-/* The same for waits for the counter at this line of its page (csrc/zero/counters.h). */
+/* The same for waits for the counter at this line of its page (csrc/comm/counters.h). */
 void sim_leave_out_word(int word);
 
 /* --- kernels that a test brings, beside those of csrc/ops (kernels.c) ----------------------------------------------

@@ -56,8 +56,8 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/placement/nvme_up.c", "keep_shard"): (NOT_YET, "the shard in a file waits for the values at set-up"),
     # what every wait for a counter goes through
     ("csrc/zero/reduce_device.c", "await_members"): ("sums wait for written",),
-    ("csrc/zero/counters.c", "zpp_counters_await"): ("a bucket waits for taken",),
-    ("csrc/zero/counters.c", "zpp_counters_await_some"): ("sums wait for written",),
+    ("csrc/comm/counters.c", "zpp_counters_await"): ("a bucket waits for taken",),
+    ("csrc/comm/counters.c", "zpp_counters_await_some"): ("sums wait for written",),
 }
 """By file and function: names of WAITS, of mutants of test_zero_device.c, or of a C test; one for each call."""
 HOST_FILES = {
@@ -80,7 +80,7 @@ def waits_of(path: Path) -> Iterator[str]:
 def test_every_wait_is_registered() -> None:
     files = [path for path in sorted((ROOT / "csrc/zero").rglob("*.c")) if "offload" not in path.parent.name]
     found: Counter[tuple[str, str]] = Counter()
-    for path in [*files, ROOT / "csrc/base/wrap.c"]:
+    for path in [*files, ROOT / "csrc/base/wrap.c", ROOT / "csrc/comm/counters.c"]:
         name = str(path.relative_to(ROOT))
         if name.removeprefix("csrc/zero/") not in HOST_FILES:
             found.update((name, function) for function in waits_of(path))

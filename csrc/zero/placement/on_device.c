@@ -15,12 +15,18 @@
 
 /* --- the coordinator's -------------------------------------------------------------------------------------------- */
 
+/* What a stream waits for at each counter. */
+static const char *const doing[ZPP_COUNTERS] = {"the gradients of a reduction", "the sum of a reduction",
+                                                "the copies of a reduction",    "the values of a step",
+                                                "the sums of a norm",           "the reads before a step"};
+
 static zpp_status open_shards(zpp_zero *zero, struct zpp_err *err) {
     zero->on_device = calloc(1, sizeof *zero->on_device);
     if (!zero->on_device) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the record of shards on the device");
     const zpp_status status = zpp_wrapped_open(zero, err);
     if (status != ZPP_OK || zero->ranks == 1) return status;
-    return zpp_counters_create(zero->options.comm, zero->options.device, &zero->on_device->counters, err);
+    return zpp_counters_create(zero->options.comm, zero->options.device, doing, ZPP_COUNTERS,
+                               &zero->on_device->counters, err);
 }
 
 static void fini(zpp_zero *zero) {

@@ -2,7 +2,7 @@
  *
  * The order between the streams of several ranks, without a host that waits: 64-bit words in pinned memory that the
  * ranks of a host share. One stream of a rank writes a word, and any stream of any rank waits for it (base/device.h).
- * What each word stands for is drawn in on_device.h.
+ * What each word stands for is the user's: zero/on_device.h and rows_device.c.
  *
  * A rank that dies or stops never writes its words again, so a stream would wait for ever. A thread of this file looks
  * at them every 20 ms. If a rank is gone, or did not reach a word within the communicator's timeout, or the group has
@@ -15,38 +15,32 @@
  *
  * Threads: any for different streams.
  */
-#ifndef ZPP_ZERO_COUNTERS_H
-#define ZPP_ZERO_COUNTERS_H
+#ifndef ZPP_COMM_COUNTERS_H
+#define ZPP_COMM_COUNTERS_H
 
 #include "../base/device.h"
-#include "../comm/comm.h"
+#include "comm.h"
 
-enum zpp_counter {
-    ZPP_COUNTER_WRITTEN, /* the bucket of reduction n is filled */
-    ZPP_COUNTER_TAKEN,   /* this rank's sum n is made, and reads no bucket any more */
-    ZPP_COUNTER_COPIED,  /* stage 0: this rank has copied all sums n */
-    ZPP_COUNTER_STEPPED, /* this rank's shards have the values of step n */
-    ZPP_COUNTER_MEASURED, /* this rank's sums of squares of norm n are where its peers read them */
-    ZPP_COUNTER_READ,    /* this rank has read all that it will read of the values before step n */
-    ZPP_COUNTERS
-};
+enum { ZPP_COUNTERS_MOST = 8 }; /* words of a rank */
 
 typedef struct zpp_counters zpp_counters;
-/* Collective. New; free with zpp_counters_destroy, after all work that waits for them. */
-zpp_status zpp_counters_create(zpp_comm *comm, zpp_device *device, zpp_counters **out, struct zpp_err *err);
+/* Collective. `doing` [words] says what a stream waits for at each word, for messages; it is borrowed. New; free with
+ * zpp_counters_destroy, after all work that waits for them. */
+zpp_status zpp_counters_create(zpp_comm *comm, zpp_device *device, const char *const *doing, int words,
+                               zpp_counters **out, struct zpp_err *err);
 void zpp_counters_destroy(zpp_counters *counters); /* NULL is fine */
 
 /* Write this rank's word after the operations of the stream so far. Values of one word grow by one at a time. */
-zpp_status zpp_counters_signal(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+zpp_status zpp_counters_signal(zpp_counters *counters, zpp_stream *stream, int word, uint64_t value,
                                struct zpp_err *err);
 /* Make later operations of the stream run after every rank's word reached `value`. */
-zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, int word, uint64_t value,
                               struct zpp_err *err);
 /* The same for `count` ranks only. */
-zpp_status zpp_counters_await_some(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+zpp_status zpp_counters_await_some(zpp_counters *counters, zpp_stream *stream, int word, uint64_t value,
                                    const int *ranks, int count, struct zpp_err *err);
 /* True if every rank's word has reached `value` now. */
-bool zpp_counters_reached(const zpp_counters *counters, enum zpp_counter word, uint64_t value);
+bool zpp_counters_reached(const zpp_counters *counters, int word, uint64_t value);
 /* For kernels: a word of this rank that is not 0 once waits were released. */
 const uint64_t *zpp_counters_halt(const zpp_counters *counters);
 

@@ -14,7 +14,7 @@ struct word {
     _Alignas(LINE_BYTES) uint64_t value;
 };
 struct part {
-    struct word words[ZPP_COUNTERS];
+    struct word words[ZPP_COUNTERS_MOST];
     struct word halt;
 };
 
@@ -22,8 +22,10 @@ struct zpp_counters {
     zpp_comm *comm;
     zpp_device *device;
     zpp_region *region;
-    int pinned, rank, ranks;                /* pinned: parts of so many ranks */
-    _Atomic uint64_t awaited[ZPP_COUNTERS]; /* the highest value that a stream of this rank waits for */
+    const char *const *doing; /* [words] */
+    int words, rank, ranks;
+    int pinned;                                  /* parts of so many ranks */
+    _Atomic uint64_t awaited[ZPP_COUNTERS_MOST]; /* the highest value that a stream of this rank waits for */
     /* the thread that looks */
     pthread_t thread;
     pthread_mutex_t lock;
@@ -31,11 +33,6 @@ struct zpp_counters {
     bool started, ends, released;
     uint64_t missing_since_ns[ZPP_RANKS_MAX]; /* 0: the rank has reached all that is waited for */
 };
-
-static const char *const doing[] = {"the gradients of a reduction", "the sum of a reduction",
-                                    "the copies of a reduction",    "the values of a step",
-                                    "the sums of a norm",           "the reads before a step"};
-_Static_assert(sizeof doing / sizeof doing[0] == ZPP_COUNTERS, "a wait for each word has a name");
 
 static struct part *part_of(const zpp_counters *counters, int rank) { return zpp_region_base(counters->region, rank); }
 
@@ -46,7 +43,7 @@ static void release_all(zpp_counters *counters) {
     for (int rank = 0; rank < counters->ranks; rank++)
         __atomic_store_n(&part_of(counters, rank)->halt.value, 1, __ATOMIC_SEQ_CST);
     for (int rank = 0; rank < counters->ranks; rank++)
-        for (int word = 0; word < ZPP_COUNTERS; word++) {
+        for (int word = 0; word < counters->words; word++) {
             uint64_t *value = &part_of(counters, rank)->words[word].value;
             const uint64_t seen = __atomic_load_n(value, __ATOMIC_RELAXED);
             const uint64_t awaited = atomic_load(&counters->awaited[word]);
@@ -57,10 +54,10 @@ static void release_all(zpp_counters *counters) {
     counters->released = true;
 }
 
-/* Return the first word of the rank that a stream of this rank waits for; ZPP_COUNTERS: none. */
+/* Return the first word of the rank that a stream of this rank waits for; the number of words: none. */
 static int missing_word(const zpp_counters *counters, int rank) {
     int word = 0;
-    while (word < ZPP_COUNTERS && zpp_stream_counter_reached(&part_of(counters, rank)->words[word].value,
+    while (word < counters->words && zpp_stream_counter_reached(&part_of(counters, rank)->words[word].value,
                                                              atomic_load(&counters->awaited[word])))
         word++;
     return word;
@@ -80,16 +77,16 @@ static uint64_t late_since(const zpp_counters *counters, int word, uint64_t sinc
 static zpp_status look_at_rank(zpp_counters *counters, int rank) {
     struct zpp_err ignored = ZPP_ERR_INIT; /* the comm error has it for all ranks */
     uint64_t *since_ns = &counters->missing_since_ns[rank];
-    const bool missing = missing_word(counters, rank) < ZPP_COUNTERS;
+    const bool missing = missing_word(counters, rank) < counters->words;
     const bool gone = missing && zpp_comm_peer_gone(counters->comm, rank);
-    const int word = missing ? missing_word(counters, rank) : ZPP_COUNTERS;
-    if (word == ZPP_COUNTERS) {
+    const int word = missing ? missing_word(counters, rank) : counters->words;
+    if (word == counters->words) {
         *since_ns = 0;
         return ZPP_OK;
     }
     if (!*since_ns) *since_ns = zpp_now_ns();
-    return zpp_comm_check_peer(counters->comm, rank, gone, late_since(counters, word, *since_ns), doing[word],
-                               &ignored);
+    return zpp_comm_check_peer(counters->comm, rank, gone, late_since(counters, word, *since_ns),
+                               counters->doing[word], &ignored);
 }
 
 static void look(zpp_counters *counters) {
@@ -124,15 +121,18 @@ static zpp_status open_counters(zpp_counters *counters, struct zpp_err *err) {
     if (status != ZPP_OK) return status;
     counters->started = pthread_create(&counters->thread, NULL, run_looks, counters) == 0;
     if (counters->started) return ZPP_OK;
-    return zpp_fail(err, ZPP_OS, "zero: no thread to watch the counters of %d ranks (`ulimit -u`)", counters->ranks);
+    return zpp_fail(err, ZPP_OS, "comm: no thread to watch the counters of %d ranks (`ulimit -u`)", counters->ranks);
 }
 
-zpp_status zpp_counters_create(zpp_comm *comm, zpp_device *device, zpp_counters **out, struct zpp_err *err) {
+zpp_status zpp_counters_create(zpp_comm *comm, zpp_device *device, const char *const *doing, int words,
+                               zpp_counters **out, struct zpp_err *err) {
     zpp_counters *counters = calloc(1, sizeof *counters);
     if (!counters)
-        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the counters of %d ranks", zpp_comm_ranks(comm));
+        return zpp_fail(err, ZPP_NOMEM, "comm: no memory for the counters of %d ranks", zpp_comm_ranks(comm));
     counters->comm = comm;
     counters->device = device;
+    counters->doing = doing;
+    counters->words = words;
     counters->rank = zpp_comm_rank(comm);
     counters->ranks = zpp_comm_ranks(comm);
     pthread_mutex_init(&counters->lock, NULL);
@@ -159,12 +159,12 @@ void zpp_counters_destroy(zpp_counters *counters) {
 
 /* --- use ---------------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_counters_signal(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+zpp_status zpp_counters_signal(zpp_counters *counters, zpp_stream *stream, int word, uint64_t value,
                                struct zpp_err *err) {
     return zpp_stream_signal(stream, &part_of(counters, counters->rank)->words[word].value, value, err);
 }
 
-zpp_status zpp_counters_await_some(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+zpp_status zpp_counters_await_some(zpp_counters *counters, zpp_stream *stream, int word, uint64_t value,
                                    const int *ranks, int count, struct zpp_err *err) {
     const uint64_t *words[ZPP_RANKS_MAX];
     for (int at = 0; at < count; at++) words[at] = &part_of(counters, ranks[at])->words[word].value;
@@ -175,14 +175,14 @@ zpp_status zpp_counters_await_some(zpp_counters *counters, zpp_stream *stream, e
     return status;
 }
 
-zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, enum zpp_counter word, uint64_t value,
+zpp_status zpp_counters_await(zpp_counters *counters, zpp_stream *stream, int word, uint64_t value,
                               struct zpp_err *err) {
     int all[ZPP_RANKS_MAX];
     for (int rank = 0; rank < counters->ranks; rank++) all[rank] = rank;
     return zpp_counters_await_some(counters, stream, word, value, all, counters->ranks, err);
 }
 
-bool zpp_counters_reached(const zpp_counters *counters, enum zpp_counter word, uint64_t value) {
+bool zpp_counters_reached(const zpp_counters *counters, int word, uint64_t value) {
     bool reached = true;
     for (int rank = 0; rank < counters->ranks && reached; rank++)
         reached = zpp_stream_counter_reached(&part_of(counters, rank)->words[word].value, value);
