@@ -14,6 +14,8 @@
 typedef struct Rows {
     PyObject_HEAD zpp_rows *rows;
     PyObject *comm; /* owned; NULL: one rank, without a group */
+    bool holds;     /* the group, which counters of a device use beside all calls */
+    int32_t device_type, device_index; /* of torch, of the opened device */
 } Rows;
 
 static PyTypeObject *rows_type;
@@ -33,22 +35,32 @@ struct turn {
     struct zpp_err err;
     struct zpp_wait wait;
     PyThreadState *state;
-    zpp_pool *pool;
+    struct zpp_rows_by by;
 };
 
-/* False with an error set: the group is closed. */
-static bool turn_begin(Rows *self, struct turn *turn) {
+/* torch's current stream on the opened device. */
+static bool find_stream(const Rows *self, struct turn *turn) {
+    zpp_device *device;
+    if (zpp_accelerator_current(self->device_type, self->device_index, &device, &turn->by.native, &turn->err) == ZPP_OK)
+        return true;
+    zpp_py_raise(&turn->err);
+    return false;
+}
+
+/* False with an error set: the group is closed, or torch has no such device. */
+static bool turn_begin(Rows *self, struct turn *turn, int on_device) {
+    *turn = (struct turn){.err = ZPP_ERR_INIT, .by = {.on_device = on_device != 0}};
+    if (on_device && !find_stream(self, turn)) return false;
     zpp_comm *comm = self->comm ? zpp_py_comm_acquire(self->comm) : NULL;
     if (self->comm && !comm) return false;
-    turn->err = (struct zpp_err)ZPP_ERR_INIT;
     zpp_py_wait_init(&turn->wait, comm ? zpp_comm_timeout_ns(comm) : 0);
     turn->state = PyEval_SaveThread();
-    turn->pool = zpp_op_pool_take();
+    turn->by.pool = on_device ? NULL : zpp_op_pool_take();
     return true;
 }
 
 static void turn_end(Rows *self, struct turn *turn) {
-    zpp_op_pool_give(turn->pool);
+    zpp_op_pool_give(turn->by.pool);
     PyEval_RestoreThread(turn->state);
     if (self->comm) zpp_py_comm_release(self->comm);
 }
@@ -64,16 +76,45 @@ static PyObject *add_layer(PyObject *object, PyObject *args) {
     return PyLong_FromUnsignedLong(layer);
 }
 
+/* open_device(type, index): None, or why the ranks cannot read each other's rows on it. */
+static PyObject *open_device(PyObject *object, PyObject *args) {
+    Rows *self = (Rows *)object;
+    const char *type;
+    int index;
+    struct turn turn;
+    zpp_device *device = NULL;
+    void *native;
+    bool opened = false;
+    struct zpp_err missing = ZPP_ERR_INIT;
+    if (!PyArg_ParseTuple(args, "si:open_device", &type, &index)) return NULL;
+    self->device_index = index;
+    if (zpp_accelerator_type(type, &self->device_type, &missing) != ZPP_OK ||
+        zpp_accelerator_current(self->device_type, index, &device, &native, &missing) != ZPP_OK)
+        return zpp_py_raise(&missing);
+    if (!turn_begin(self, &turn, false)) return NULL;
+    const zpp_status status = zpp_rows_open_device(self->rows, device, &turn.wait, &opened, &turn.err);
+    if (opened && self->comm) {
+        self->holds = true; /* before the turn lets the group go */
+        PyEval_RestoreThread(turn.state);
+        zpp_py_comm_hold(self->comm);
+        turn.state = PyEval_SaveThread();
+    }
+    turn_end(self, &turn);
+    if (status != ZPP_OK) return zpp_py_raise(&turn.err);
+    if (opened) Py_RETURN_NONE;
+    return PyUnicode_FromString(turn.err.text);
+}
+
 static PyObject *dispatch_begin(PyObject *object, PyObject *args) {
     Rows *self = (Rows *)object;
     unsigned long long x, chosen;
     Py_ssize_t tokens, width, k, experts;
     struct zpp_rows_dispatch dispatch;
-    int dtype;
+    int dtype, on_device;
     struct turn turn;
     size_t rows_here = 0;
-    if (!PyArg_ParseTuple(args, "IKKnnnni:dispatch_begin", &dispatch.layer, &x, &chosen, &tokens, &width, &k, &experts,
-                          &dtype))
+    if (!PyArg_ParseTuple(args, "IKKnnnnip:dispatch_begin", &dispatch.layer, &x, &chosen, &tokens, &width, &k, &experts,
+                          &dtype, &on_device))
         return NULL;
     dispatch.tokens = (size_t)tokens;
     dispatch.width_elems = (size_t)width;
@@ -82,9 +123,9 @@ static PyObject *dispatch_begin(PyObject *object, PyObject *args) {
     dispatch.dtype = (zpp_dtype)dtype;
     dispatch.x = at(x);
     dispatch.chosen = at(chosen);
-    if (!turn_begin(self, &turn)) return NULL;
+    if (!turn_begin(self, &turn, on_device)) return NULL;
     const zpp_status status =
-        zpp_rows_dispatch_begin(self->rows, &dispatch, turn.pool, &turn.wait, &rows_here, &turn.err);
+        zpp_rows_dispatch_begin(self->rows, &dispatch, &turn.by, &turn.wait, &rows_here, &turn.err);
     turn_end(self, &turn);
     return status == ZPP_OK ? PyLong_FromSize_t(rows_here) : zpp_py_raise(&turn.err);
 }
@@ -92,11 +133,26 @@ static PyObject *dispatch_begin(PyObject *object, PyObject *args) {
 static PyObject *dispatch_end(PyObject *object, PyObject *args) {
     Rows *self = (Rows *)object;
     unsigned long long numbers, ends, taken, slots, buffer;
+    int on_device;
     struct turn turn;
-    if (!PyArg_ParseTuple(args, "KKKKK:dispatch_end", &numbers, &ends, &taken, &slots, &buffer)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKKKKp:dispatch_end", &numbers, &ends, &taken, &slots, &buffer, &on_device))
+        return NULL;
     const struct zpp_rows_plan plan = {at(numbers), at(ends), at(taken), at(slots)};
-    if (!turn_begin(self, &turn)) return NULL;
-    const zpp_status status = zpp_rows_dispatch_end(self->rows, &plan, at(buffer), turn.pool, &turn.err);
+    if (!turn_begin(self, &turn, on_device)) return NULL;
+    const zpp_status status = zpp_rows_dispatch_end(self->rows, &plan, at(buffer), &turn.by, &turn.err);
+    turn_end(self, &turn);
+    return zpp_py_result(status, &turn.err);
+}
+
+static PyObject *take(PyObject *object, PyObject *args) {
+    Rows *self = (Rows *)object;
+    unsigned long long numbers, taken, x, buffer;
+    struct turn turn;
+    if (!PyArg_ParseTuple(args, "KKKK:take", &numbers, &taken, &x, &buffer)) return NULL;
+    const struct zpp_rows_plan plan = {at(numbers), NULL, at(taken), NULL};
+    if (!turn_begin(self, &turn, true)) return NULL;
+    const zpp_status status =
+        zpp_rows_take(self->rows, &plan, at(x), at(buffer), &turn.by, &turn.wait, &turn.err);
     turn_end(self, &turn);
     return zpp_py_result(status, &turn.err);
 }
@@ -104,25 +160,26 @@ static PyObject *dispatch_end(PyObject *object, PyObject *args) {
 static PyObject *combine(PyObject *object, PyObject *args) {
     Rows *self = (Rows *)object;
     unsigned long long numbers, taken, slots, made, weights, y;
-    int weighted;
+    int weighted, on_device;
     struct turn turn;
-    if (!PyArg_ParseTuple(args, "KKKKKpK:combine", &numbers, &taken, &slots, &made, &weights, &weighted, &y))
+    if (!PyArg_ParseTuple(args, "KKKKKpKp:combine", &numbers, &taken, &slots, &made, &weights, &weighted, &y,
+                          &on_device))
         return NULL;
     const struct zpp_rows_plan plan = {at(numbers), NULL, at(taken), at(slots)};
-    if (!turn_begin(self, &turn)) return NULL;
+    if (!turn_begin(self, &turn, on_device)) return NULL;
     const zpp_status status = zpp_rows_combine(self->rows, &plan, at(made), weights_at(weights, weighted), at(y),
-                                               turn.pool, &turn.wait, &turn.err);
+                                               &turn.by, &turn.wait, &turn.err);
     turn_end(self, &turn);
     return zpp_py_result(status, &turn.err);
 }
 
 static PyObject *combine_backward(PyObject *object, PyObject *args) {
     Rows *self = (Rows *)object;
-    unsigned long long numbers, taken, slots, grad_y, weights, made, grad_made, grad_weights;
-    int weighted, of_weights;
+    unsigned long long numbers, taken, slots, grad_y, weights, made, grad_made, grad_weights, dots;
+    int weighted, of_weights, on_device;
     struct turn turn;
-    if (!PyArg_ParseTuple(args, "KKKKKppKKK:combine_backward", &numbers, &taken, &slots, &grad_y, &weights, &weighted,
-                          &of_weights, &made, &grad_made, &grad_weights))
+    if (!PyArg_ParseTuple(args, "KKKKKppKKKKp:combine_backward", &numbers, &taken, &slots, &grad_y, &weights, &weighted,
+                          &of_weights, &made, &grad_made, &grad_weights, &dots, &on_device))
         return NULL;
     const struct zpp_rows_plan plan = {at(numbers), NULL, at(taken), at(slots)};
     const struct zpp_rows_grads grads = {.grad_y = at(grad_y),
@@ -130,9 +187,10 @@ static PyObject *combine_backward(PyObject *object, PyObject *args) {
                                          .of_weights = of_weights != 0,
                                          .made = at(made),
                                          .grad_made = at(grad_made),
-                                         .grad_weights = at(grad_weights)};
-    if (!turn_begin(self, &turn)) return NULL;
-    const zpp_status status = zpp_rows_combine_backward(self->rows, &plan, &grads, turn.pool, &turn.wait, &turn.err);
+                                         .grad_weights = at(grad_weights),
+                                         .dots = at(dots)};
+    if (!turn_begin(self, &turn, on_device)) return NULL;
+    const zpp_status status = zpp_rows_combine_backward(self->rows, &plan, &grads, &turn.by, &turn.wait, &turn.err);
     turn_end(self, &turn);
     return zpp_py_result(status, &turn.err);
 }
@@ -140,13 +198,15 @@ static PyObject *combine_backward(PyObject *object, PyObject *args) {
 static PyObject *dispatch_backward(PyObject *object, PyObject *args) {
     Rows *self = (Rows *)object;
     unsigned long long numbers, taken, slots, grad_buffer, grad_x;
+    int on_device;
     struct turn turn;
-    if (!PyArg_ParseTuple(args, "KKKKK:dispatch_backward", &numbers, &taken, &slots, &grad_buffer, &grad_x))
+    if (!PyArg_ParseTuple(args, "KKKKKp:dispatch_backward", &numbers, &taken, &slots, &grad_buffer, &grad_x,
+                          &on_device))
         return NULL;
     const struct zpp_rows_plan plan = {at(numbers), NULL, at(taken), at(slots)};
-    if (!turn_begin(self, &turn)) return NULL;
+    if (!turn_begin(self, &turn, on_device)) return NULL;
     const zpp_status status =
-        zpp_rows_dispatch_backward(self->rows, &plan, at(grad_buffer), at(grad_x), turn.pool, &turn.wait, &turn.err);
+        zpp_rows_dispatch_backward(self->rows, &plan, at(grad_buffer), at(grad_x), &turn.by, &turn.wait, &turn.err);
     turn_end(self, &turn);
     return zpp_py_result(status, &turn.err);
 }
@@ -237,8 +297,13 @@ static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 
 static void rows_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    zpp_rows_destroy(((Rows *)object)->rows);
-    Py_XDECREF(((Rows *)object)->comm);
+    Rows *self = (Rows *)object;
+    zpp_rows *rows = self->rows;
+    Py_BEGIN_ALLOW_THREADS
+    zpp_rows_destroy(rows); /* waits for what it has on a device */
+    Py_END_ALLOW_THREADS
+    if (self->holds) zpp_py_comm_drop(self->comm);
+    Py_XDECREF(self->comm);
     PyObject_Free(object);
     Py_DECREF(type);
 }
@@ -251,18 +316,24 @@ static PyObject *get_ranks(PyObject *object, void *closure) {
 static PyMethodDef rows_methods[] = {
     {"add_layer", add_layer, METH_VARARGS,
      "add_layer(name, /)\n--\n\nThe number of a new layer; all ranks add the same ones."},
+    {"open_device", open_device, METH_VARARGS,
+     "open_device(type, index, /)\n--\n\nLet the ranks read each other's rows there: None, or why they cannot."},
     {"dispatch_begin", dispatch_begin, METH_VARARGS,
-     "dispatch_begin(layer, x, chosen, tokens, width, k, experts, dtype, /)\n--\n\nPublish and wait; rows of this "
-     "rank."},
+     "dispatch_begin(layer, x, chosen, tokens, width, k, experts, dtype, on_device, /)\n--\n\nPublish and wait; rows "
+     "of this rank."},
     {"dispatch_end", dispatch_end, METH_VARARGS,
-     "dispatch_end(numbers, ends, taken, slots, buffer, /)\n--\n\nFill the plan, and gather the rows."},
+     "dispatch_end(numbers, ends, taken, slots, buffer, on_device, /)\n--\n\nFill the plan, and gather the rows, but "
+     "for those on a device."},
+    {"take", take, METH_VARARGS, "take(numbers, taken, x, buffer, /)\n--\n\nGather the rows on a device."},
     {"combine", combine, METH_VARARGS,
-     "combine(numbers, taken, slots, made, weights, weighted, y, /)\n--\n\nThe weighted sum at the tokens' owners."},
+     "combine(numbers, taken, slots, made, weights, weighted, y, on_device, /)\n--\n\nThe weighted sum at the "
+     "tokens' owners."},
     {"combine_backward", combine_backward, METH_VARARGS,
      "combine_backward(numbers, taken, slots, grad_y, weights, weighted, of_weights, made, grad_made, grad_weights, "
-     "/)\n--\n\nGradients by the rows and by the weights."},
+     "dots, on_device, /)\n--\n\nGradients by the rows and by the weights."},
     {"dispatch_backward", dispatch_backward, METH_VARARGS,
-     "dispatch_backward(numbers, taken, slots, grad_buffer, grad_x, /)\n--\n\nThe gradient by the tokens."},
+     "dispatch_backward(numbers, taken, slots, grad_buffer, grad_x, on_device, /)\n--\n\nThe gradient by the "
+     "tokens."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef rows_getset[] = {

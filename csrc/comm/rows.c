@@ -1,83 +1,44 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The exchange of rows (rows.h): phases over one descriptor ring, with published memory in arenas of any size.
- *
- * What is published alternates between two blocks. Waiting for a block is rare: a rank posts phase s + 2 after it has
- * read all peers' s + 1, which a peer posts after it has acknowledged s.
+ * The exchange of rows (rows.h): dispatch, combine and their backwards, in phases of host memory (rows_phase.c) or of
+ * device memory (rows_device.c).
  */
-#include "rows.h"
-
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "../ops/element.h"
-#include "internal.h"
+#include "rows_internal.h"
 
-enum phase_kind { DISPATCH = 1, COMBINE, COMBINE_BACKWARD, WEIGHTS_BACKWARD, DISPATCH_BACKWARD };
-
-struct slot {
-    zpp_block *block;
-    uint64_t seq; /* of the phase that it was published for */
-};
-
-struct layer {
-    char *name;
-    uint64_t calls;
-};
-
-struct zpp_rows {
-    struct zpp_comm *comm; /* NULL: one rank */
-    size_t ranks, rank;
-    zpp_desc_ring *ring;
-    struct slot slots[2];
-    struct layer *layers;
-    uint32_t layers_count;
-    _Atomic bool busy;
-    bool broken;   /* a phase failed: the ranks' numbers may differ from now on */
-    bool gathered; /* no dispatch is half done */
-    /* The dispatch in progress. */
-    struct zpp_desc desc;
-    uint64_t seq;
-    const void *bases[ZPP_RANKS_MAX];
-    const int32_t *chosen[ZPP_RANKS_MAX];
-    size_t tokens[ZPP_RANKS_MAX];
-    int64_t rows_of[ZPP_RANKS_MAX], *counts;
-    size_t counts_capacity;
-};
+static bool is_on_device(const struct zpp_rows_by *by) { return by && by->on_device; }
+static zpp_pool *pool_of(const struct zpp_rows_by *by) { return by ? by->pool : NULL; }
 
 /* --- descriptors -------------------------------------------------------------------------------------------------- */
 
-/* What a rank published, in the mask of its descriptor: rows first, and a second array behind them. */
-struct published {
-    uint64_t arena; /* 0: nothing */
-    uint64_t count; /* rows of the first array */
-    uint64_t second_offset_bytes, bytes;
-};
-_Static_assert(sizeof(struct published) <= ZPP_LANE_MASK_BYTES, "fits into a descriptor");
-
 /* All of a descriptor's kind is compared between ranks. */
-static uint64_t kind_of(enum phase_kind phase, zpp_dtype dtype, size_t k, size_t experts, bool weighted) {
+static uint64_t kind_of(enum zpp_row_phase_kind phase, zpp_dtype dtype, size_t k, size_t experts, bool weighted,
+                        bool device) {
     return (uint64_t)phase | (uint64_t)dtype << 8 | (uint64_t)k << 16 | (uint64_t)experts << 24 |
-           (uint64_t)weighted << 40;
+           (uint64_t)weighted << 40 | (uint64_t)device << 41;
 }
 
 static void describe(void *ctx, const struct zpp_desc *desc, char *text, size_t capacity) {
     static const char *const names[] = {
-        "nothing", "dispatch", "combine", "backward of combine", "backward of weights", "backward of dispatch"};
+        "nothing",           "dispatch",           "combine",           "backward of combine",
+        "backward of weights", "backward of dispatch", "tokens of dispatch", "set-up of a GPU"};
     const struct zpp_rows *rows = ctx;
     const char *name = desc->object < rows->layers_count ? rows->layers[desc->object].name : "unknown";
     const zpp_dtype dtype = (zpp_dtype)(desc->kind >> 8 & 0xff);
-    snprintf(text, capacity, "%s #%llu of layer %llu (%s): rows of %llu %s, %u of %u experts a token%s",
+    snprintf(text, capacity, "%s #%llu of layer %llu (%s): rows of %llu %s, %u of %u experts a token%s%s",
              names[desc->kind & 0xff], (unsigned long long)desc->step, (unsigned long long)desc->object, name,
              (unsigned long long)desc->elems, dtype < ZPP_DTYPES ? zpp_dtype_name(dtype) : "?",
              (unsigned)(desc->kind >> 16 & 0xff), (unsigned)(desc->kind >> 24 & 0xffff),
-             desc->kind >> 40 & 1 ? ", weighted" : "");
+             desc->kind >> 40 & 1 ? ", weighted" : "", desc->kind >> 41 & 1 ? ", on a GPU" : "");
 }
 
-static struct zpp_desc desc_of(const int64_t *numbers, enum phase_kind phase, bool weighted) {
+static struct zpp_desc desc_of(const int64_t *numbers, enum zpp_row_phase_kind phase, bool weighted, bool device) {
     return (struct zpp_desc){.kind = kind_of(phase, (zpp_dtype)numbers[ZPP_ROWS_DTYPE], (size_t)numbers[ZPP_ROWS_K],
-                                             (size_t)numbers[ZPP_ROWS_EXPERTS], weighted),
+                                             (size_t)numbers[ZPP_ROWS_EXPERTS], weighted, device),
                              .object = (uint64_t)numbers[ZPP_ROWS_LAYER],
                              .step = (uint64_t)numbers[ZPP_ROWS_CALL],
                              .elems = (uint64_t)numbers[ZPP_ROWS_WIDTH]};
@@ -85,119 +46,24 @@ static struct zpp_desc desc_of(const int64_t *numbers, enum phase_kind phase, bo
 
 /* --- a phase ------------------------------------------------------------------------------------------------------ */
 
-/* One rank's memory of a phase, before it is published. */
-struct memory {
-    const void *first, *second;
-    size_t count, first_bytes, second_bytes;
-};
-
-struct phase {
-    struct zpp_desc desc;
-    uint64_t seq;
-    bool in_place; /* peers read the caller's own memory */
-    const void *first[ZPP_RANKS_MAX], *second[ZPP_RANKS_MAX];
-    size_t count[ZPP_RANKS_MAX];
-};
-
-static size_t whole_lines(size_t bytes) { return (bytes + ZPP_LINE_BYTES - 1) & ~(size_t)(ZPP_LINE_BYTES - 1); }
-
-/* Memory for the next phase, which no peer reads any more. */
-static zpp_status take_slot(struct zpp_rows *rows, size_t bytes, const struct zpp_wait *wait, struct slot **out,
-                            struct zpp_err *err) {
-    struct slot *slot = &rows->slots[(rows->seq + 1) % 2];
-    zpp_status status = slot->seq ? zpp_desc_ring_wait_acked(rows->ring, slot->seq, wait, err) : ZPP_OK;
-    if (status != ZPP_OK) return status;
-    slot->seq = 0;
-    if (!slot->block || zpp_block_bytes(slot->block) < bytes) {
-        zpp_block_free(slot->block);
-        slot->block = NULL;
-        status = zpp_comm_alloc(rows->comm, bytes, &slot->block, err);
-    }
-    *out = slot;
-    return status;
-}
-
-/* Bring this rank's memory to where peers can read it, and write that into the descriptor. */
-static zpp_status place(struct zpp_rows *rows, struct phase *phase, const struct memory *memory, zpp_pool *pool,
-                        const struct zpp_wait *wait, struct slot **slot, struct zpp_err *err) {
-    struct published published = {.count = memory->count, .second_offset_bytes = whole_lines(memory->first_bytes)};
-    struct zpp_place at = {0};
-    published.bytes = memory->second ? published.second_offset_bytes + memory->second_bytes : memory->first_bytes;
-    phase->in_place = false;
-    *slot = NULL;
-    if (published.bytes == 0) {
-        memcpy(phase->desc.mask, &published, sizeof published);
-        return ZPP_OK;
-    }
-    if (!memory->second) phase->in_place = zpp_arena_find(rows->comm, memory->first, memory->first_bytes, &at);
-    if (!phase->in_place) {
-        const zpp_status status = take_slot(rows, published.bytes, wait, slot, err);
-        if (status != ZPP_OK) return status;
-        uint8_t *to = zpp_block_data((*slot)->block);
-        zpp_moe_peer_copy(to, memory->first, memory->first_bytes, pool);
-        if (memory->second) memcpy(to + published.second_offset_bytes, memory->second, memory->second_bytes);
-        (void)zpp_arena_find(rows->comm, to, published.bytes, &at);
-    }
-    published.arena = at.arena;
-    phase->desc.offset_bytes = at.offset_bytes;
-    memcpy(phase->desc.mask, &published, sizeof published);
-    return ZPP_OK;
-}
-
-static void describe_phase(const void *ctx, char *text, size_t capacity) {
-    snprintf(text, capacity, "an exchange of rows of group \"%s\"", ((const struct zpp_rows *)ctx)->comm->name);
-}
-
-static zpp_status read_peer(struct zpp_rows *rows, struct phase *phase, int rank, const struct zpp_wait *wait,
-                            struct zpp_err *err) {
-    struct zpp_wait_ctx wait_ctx = {.comm = rows->comm, .wait = wait, .describe = describe_phase, .ctx = rows};
-    struct zpp_desc desc;
-    struct published published;
-    const uint8_t *data = NULL;
-    zpp_status status = zpp_desc_ring_read(rows->ring, rank, phase->seq, &phase->desc, wait, &desc, err);
-    if (status != ZPP_OK) return status;
-    memcpy(&published, desc.mask, sizeof published);
-    const struct zpp_place at = {.arena = published.arena, .offset_bytes = desc.offset_bytes};
-    if (published.arena) status = zpp_arena_at(&wait_ctx, rank, &at, published.bytes, &data, err);
-    if (status != ZPP_OK) return status;
-    phase->count[rank] = published.count;
-    phase->first[rank] = data;
-    phase->second[rank] =
-        data && published.second_offset_bytes <= published.bytes ? data + published.second_offset_bytes : NULL;
-    return ZPP_OK;
-}
-
-static zpp_status phase_begin(struct zpp_rows *rows, struct phase *phase, const struct memory *memory, zpp_pool *pool,
-                              const struct zpp_wait *wait, struct zpp_err *err) {
-    struct slot *slot = NULL;
+static zpp_status phase_begin(struct zpp_rows *rows, struct zpp_row_phase *phase, const struct zpp_row_memory *memory,
+                              const struct zpp_rows_by *by, const struct zpp_wait *wait, struct zpp_err *err) {
     phase->first[rows->rank] = memory->first;
     phase->second[rows->rank] = memory->second;
     phase->count[rows->rank] = memory->count;
-    phase->in_place = false;
-    if (!rows->comm) return ZPP_OK;
-    rows->broken = true; /* until the phase has ended well */
-    zpp_status status = place(rows, phase, memory, pool, wait, &slot, err);
-    if (status == ZPP_OK) status = zpp_desc_ring_post(rows->ring, &phase->desc, wait, &phase->seq, err);
-    if (status != ZPP_OK) return status;
-    rows->seq = phase->seq;
-    if (slot) slot->seq = phase->seq;
-    for (int r = 0; status == ZPP_OK && r < (int)rows->ranks; r++)
-        if (r != (int)rows->rank) status = read_peer(rows, phase, r, wait, err);
-    return status;
+    if (is_on_device(by)) return zpp_rows_device_begin(rows, phase, memory, by->native, wait, err);
+    return zpp_rows_host_begin(rows, phase, memory, pool_of(by), wait, err);
 }
 
-/* This rank has read what it needs. Memory of the caller is not given back before all peers have. */
-static zpp_status phase_end(struct zpp_rows *rows, const struct phase *phase, const struct zpp_wait *wait,
-                            struct zpp_err *err) {
-    if (!rows->comm) return ZPP_OK;
-    zpp_desc_ring_ack(rows->ring, phase->seq);
-    const zpp_status status = phase->in_place ? zpp_desc_ring_wait_acked(rows->ring, phase->seq, wait, err) : ZPP_OK;
-    rows->broken = status != ZPP_OK;
-    return status;
+static zpp_status phase_end(struct zpp_rows *rows, const struct zpp_row_phase *phase, const struct zpp_rows_by *by,
+                            const struct zpp_wait *wait, struct zpp_err *err) {
+    if (!is_on_device(by)) return zpp_rows_host_end(rows, phase, wait, err);
+    zpp_rows_device_end(rows, phase);
+    return ZPP_OK;
 }
 
 /* Peers have to publish as many rows as the dispatch found; anything else is a caller's fault on that rank. */
-static zpp_status check_counts(struct zpp_rows *rows, const struct phase *phase, const int64_t *wanted,
+static zpp_status check_counts(struct zpp_rows *rows, const struct zpp_row_phase *phase, const int64_t *wanted,
                                struct zpp_err *err) {
     char doing[200];
     for (size_t r = 0; r < rows->ranks; r++) {
@@ -214,30 +80,11 @@ static void count_read(struct zpp_rows *rows, uint64_t bytes) {
     if (rows->comm) zpp_comm_count(rows->comm, ZPP_TRAFFIC_ALL_TO_ALL, bytes);
 }
 
-/* --- one caller at a time ----------------------------------------------------------------------------------------- */
-
-static zpp_status enter(struct zpp_rows *rows, struct zpp_err *err) {
-    if (atomic_exchange_explicit(&rows->busy, true, memory_order_acquire))
-        return zpp_fail(err, ZPP_STATE,
-                        "moe: two threads are in one exchange of rows; use one exchange for each thread");
-    const zpp_status status = rows->comm ? zpp_comm_health(rows->comm, err) : ZPP_OK;
-    if (status != ZPP_OK) atomic_store_explicit(&rows->busy, false, memory_order_release);
-    return status;
-}
-
-/* For all but the second half of a dispatch. */
-static zpp_status enter_phase(struct zpp_rows *rows, struct zpp_err *err) {
-    const zpp_status status = enter(rows, err);
-    if (status != ZPP_OK || !rows->broken) return status;
-    atomic_store_explicit(&rows->busy, false, memory_order_release);
-    return zpp_fail(err, ZPP_STATE,
-                    "moe: an earlier exchange of rows failed on this rank, so the ranks are no longer at "
-                    "the same one; make a new exchange on all ranks");
-}
-
-static zpp_status leave(struct zpp_rows *rows, zpp_status status) {
-    atomic_store_explicit(&rows->busy, false, memory_order_release);
-    return status;
+/* `by` is what computes the phase. */
+static zpp_status enter_phase(struct zpp_rows *rows, const struct zpp_rows_by *by, struct zpp_err *err) {
+    const zpp_status status = zpp_rows_enter_phase(rows, err);
+    if (status != ZPP_OK || !is_on_device(by) || rows->device) return status;
+    return zpp_rows_leave(rows, zpp_fail(err, ZPP_STATE, "moe: rows of a GPU before zpp_rows_open_device"));
 }
 
 /* --- create ------------------------------------------------------------------------------------------------------- */
@@ -266,6 +113,7 @@ zpp_status zpp_rows_create(zpp_comm *comm, zpp_rows **out, struct zpp_err *err) 
 
 void zpp_rows_destroy(zpp_rows *rows) {
     if (!rows) return;
+    zpp_rows_device_destroy(rows->device);
     for (uint32_t i = 0; i < rows->layers_count; i++) free(rows->layers[i].name);
     for (int i = 0; i < 2; i++) zpp_block_free(rows->slots[i].block);
     zpp_desc_ring_destroy(rows->ring);
@@ -277,11 +125,11 @@ void zpp_rows_destroy(zpp_rows *rows) {
 int zpp_rows_ranks(const zpp_rows *rows) { return (int)rows->ranks; }
 
 zpp_status zpp_rows_add_layer(zpp_rows *rows, const char *name, uint32_t *layer, struct zpp_err *err) {
-    struct layer *layers = realloc(rows->layers, (rows->layers_count + 1) * sizeof *layers);
+    struct zpp_rows_layer *layers = realloc(rows->layers, (rows->layers_count + 1) * sizeof *layers);
     if (layers) rows->layers = layers;
     char *copy = layers ? strdup(name) : NULL;
     if (!copy) return zpp_fail(err, ZPP_NOMEM, "moe: no memory for layer \"%s\"", name);
-    layers[rows->layers_count] = (struct layer){.name = copy};
+    layers[rows->layers_count] = (struct zpp_rows_layer){.name = copy};
     *layer = rows->layers_count++;
     return ZPP_OK;
 }
@@ -338,7 +186,7 @@ static struct zpp_moe_choices choices_of(const struct zpp_rows *rows) {
 }
 
 /* Keep what the second half needs of the phase, and count. */
-static zpp_status count_choices(struct zpp_rows *rows, const struct phase *phase, size_t *rows_here,
+static zpp_status count_choices(struct zpp_rows *rows, const struct zpp_row_phase *phase, size_t *rows_here,
                                 struct zpp_err *err) {
     rows->desc = phase->desc;
     rows->seq = phase->seq;
@@ -358,22 +206,40 @@ static zpp_status count_choices(struct zpp_rows *rows, const struct phase *phase
     return ZPP_OK;
 }
 
-zpp_status zpp_rows_dispatch_begin(zpp_rows *rows, const struct zpp_rows_dispatch *dispatch, zpp_pool *pool,
-                                   const struct zpp_wait *wait, size_t *rows_here, struct zpp_err *err) {
-    zpp_status status = enter_phase(rows, err);
+/* What one phase publishes at most, on any rank. */
+static size_t most_bytes(const struct zpp_rows *rows, size_t row_bytes, size_t k) {
+    size_t most = 0;
+    for (size_t r = 0; r < rows->ranks; r++) {
+        const size_t tokens = zpp_rows_whole_lines(rows->tokens[r] * row_bytes) + rows->tokens[r] * k * sizeof(float);
+        const size_t made = (size_t)rows->rows_of[r] * (row_bytes > sizeof(float) ? row_bytes : sizeof(float));
+        const size_t larger = tokens > made ? tokens : made;
+        most = larger > most ? larger : most;
+    }
+    return zpp_rows_whole_lines(most);
+}
+
+zpp_status zpp_rows_dispatch_begin(zpp_rows *rows, const struct zpp_rows_dispatch *dispatch,
+                                   const struct zpp_rows_by *by, const struct zpp_wait *wait, size_t *rows_here,
+                                   struct zpp_err *err) {
+    const bool device = is_on_device(by);
+    const size_t row_bytes = dispatch->width_elems * zpp_dtype_bytes(dispatch->dtype);
+    zpp_status status = enter_phase(rows, by, err);
     if (status != ZPP_OK) return status;
     status = check_dispatch(rows, dispatch, err);
-    if (status != ZPP_OK) return leave(rows, status);
-    struct phase phase = {.desc = {.kind = kind_of(DISPATCH, dispatch->dtype, dispatch->k, dispatch->experts, false),
-                                   .object = dispatch->layer,
-                                   .step = ++rows->layers[dispatch->layer].calls,
-                                   .elems = dispatch->width_elems}};
-    const struct memory memory = {dispatch->x, dispatch->chosen, dispatch->tokens,
-                                  dispatch->tokens * dispatch->width_elems * zpp_dtype_bytes(dispatch->dtype),
-                                  dispatch->tokens * dispatch->k * sizeof *dispatch->chosen};
-    status = phase_begin(rows, &phase, &memory, pool, wait, err);
+    if (status != ZPP_OK) return zpp_rows_leave(rows, status);
+    struct zpp_row_phase phase = {
+        .desc = {.kind = kind_of(ZPP_ROW_DISPATCH, dispatch->dtype, dispatch->k, dispatch->experts, false, device),
+                 .object = dispatch->layer,
+                 .step = ++rows->layers[dispatch->layer].calls,
+                 .elems = dispatch->width_elems}};
+    const struct zpp_row_memory memory = {device ? NULL : dispatch->x, dispatch->chosen, dispatch->tokens,
+                                          device ? 0 : row_bytes, dispatch->k * sizeof *dispatch->chosen};
+    const struct zpp_rows_by host = {.pool = pool_of(by)};
+    status = phase_begin(rows, &phase, &memory, &host, wait, err);
     if (status == ZPP_OK) status = count_choices(rows, &phase, rows_here, err);
-    return leave(rows, status);
+    if (status == ZPP_OK && device)
+        status = zpp_rows_device_reserve(rows, most_bytes(rows, row_bytes, dispatch->k), wait, err);
+    return zpp_rows_leave(rows, status);
 }
 
 static void write_numbers(const struct zpp_rows *rows, int64_t *numbers) {
@@ -383,6 +249,12 @@ static void write_numbers(const struct zpp_rows *rows, int64_t *numbers) {
     numbers[ZPP_ROWS_K] = (int64_t)(rows->desc.kind >> 16 & 0xff);
     numbers[ZPP_ROWS_WIDTH] = (int64_t)rows->desc.elems;
     numbers[ZPP_ROWS_DTYPE] = (int64_t)(rows->desc.kind >> 8 & 0xff);
+}
+
+static int64_t count_foreign(const struct zpp_rows *rows, const int64_t *slots, size_t assignments) {
+    int64_t foreign = 0;
+    for (size_t a = 0; a < assignments; a++) foreign += slots[a] >= 0 && (size_t)(slots[a] >> 32) != rows->rank;
+    return foreign;
 }
 
 static int64_t *starts_of(const struct zpp_rows_plan *plan) { return plan->numbers + ZPP_ROWS_NUMBERS; }
@@ -412,12 +284,26 @@ static size_t foreign_rows(const struct zpp_rows *rows, const struct zpp_rows_pl
     return (size_t)(starts[rows->ranks] - (starts[rows->rank + 1] - starts[rows->rank]));
 }
 
-zpp_status zpp_rows_dispatch_end(zpp_rows *rows, const struct zpp_rows_plan *plan, void *buffer, zpp_pool *pool,
-                                 struct zpp_err *err) {
-    zpp_status status = enter(rows, err);
+/* NULL `scale`: plain copies. */
+static zpp_status gather(struct zpp_rows *rows, const struct zpp_rows_plan *plan, const void *const *bases,
+                         const struct zpp_moe_peer_scale *scale, void *buffer, const struct zpp_rows_by *by,
+                         struct zpp_err *err) {
+    const struct zpp_moe_peer_rows peer = peer_rows(rows, plan->numbers, bases);
+    count_read(rows, foreign_rows(rows, plan) * row_bytes(plan->numbers));
+    if (is_on_device(by)) {
+        const struct zpp_moe_peer_cuda on = zpp_rows_device_on(rows, by->native);
+        return zpp_moe_peer_gather_cuda(&on, &peer, plan->taken, starts_of(plan), scale, buffer, err);
+    }
+    zpp_moe_peer_gather_scaled(&peer, plan->taken, starts_of(plan), scale, buffer, pool_of(by));
+    return ZPP_OK;
+}
+
+zpp_status zpp_rows_dispatch_end(zpp_rows *rows, const struct zpp_rows_plan *plan, void *buffer,
+                                 const struct zpp_rows_by *by, struct zpp_err *err) {
+    zpp_status status = zpp_rows_enter(rows, err);
     if (status != ZPP_OK) return status;
     if (rows->gathered)
-        return leave(rows, zpp_fail(err, ZPP_STATE, "moe: the second half of a dispatch without a first one"));
+        return zpp_rows_leave(rows, zpp_fail(err, ZPP_STATE, "moe: the second half of a dispatch without a first one"));
     const struct zpp_moe_choices choices = choices_of(rows);
     const struct zpp_moe_peer_plan peer_plan = {plan->ends, plan->taken, starts_of(plan), plan->slots};
     write_numbers(rows, plan->numbers);
@@ -426,100 +312,118 @@ zpp_status zpp_rows_dispatch_end(zpp_rows *rows, const struct zpp_rows_plan *pla
         rows_of(rows, plan)[r] = rows->rows_of[r];
     }
     zpp_moe_peer_plan(&choices, rows->counts, &peer_plan);
-    const struct zpp_moe_peer_rows peer = peer_rows(rows, plan->numbers, rows->bases);
-    zpp_moe_peer_gather(&peer, plan->taken, starts_of(plan), buffer, pool);
-    count_read(rows, foreign_rows(rows, plan) * row_bytes(plan->numbers));
+    plan->numbers[ZPP_ROWS_FOREIGN] = count_foreign(rows, plan->slots, rows->tokens[rows->rank] * choices.k);
+    if (!is_on_device(by)) status = gather(rows, plan, rows->bases, NULL, buffer, by, err);
     rows->gathered = true;
     rows->broken = false;
     if (rows->comm) zpp_desc_ring_ack(rows->ring, rows->seq);
-    return leave(rows, ZPP_OK);
+    return zpp_rows_leave(rows, status);
 }
 
 /* --- the later phases --------------------------------------------------------------------------------------------- */
 
-/* Sum the rows of this rank's tokens out of the buffers of all ranks. */
-static zpp_status sum_phase(struct zpp_rows *rows, const struct zpp_rows_plan *plan, enum phase_kind kind,
-                            const void *buffer, const float *weights, void *y, zpp_pool *pool,
-                            const struct zpp_wait *wait, struct zpp_err *err) {
-    const int64_t *numbers = plan->numbers;
-    const size_t here = (size_t)rows_of(rows, plan)[rows->rank];
-    const size_t tokens = (size_t)tokens_of(rows, plan)[rows->rank];
-    const struct memory memory = {.first = buffer, .count = here, .first_bytes = here * row_bytes(numbers)};
-    struct phase phase = {.desc = desc_of(numbers, kind, weights != NULL)};
-    zpp_status status = enter_phase(rows, err);
-    if (status != ZPP_OK) return status;
-    status = phase_begin(rows, &phase, &memory, pool, wait, err);
-    if (status == ZPP_OK) status = check_counts(rows, &phase, rows_of(rows, plan), err);
-    if (status != ZPP_OK) return leave(rows, status);
-    const struct zpp_moe_peer_rows peer = peer_rows(rows, numbers, phase.first);
-    zpp_moe_peer_sum(&peer, plan->slots, tokens, weights, y, pool);
-    if (rows->comm) {
-        size_t foreign = 0;
-        for (size_t a = 0; a < tokens * peer.k; a++)
-            foreign += plan->slots[a] >= 0 && (size_t)(plan->slots[a] >> 32) != rows->rank;
-        count_read(rows, foreign * row_bytes(numbers));
-    }
-    return leave(rows, phase_end(rows, &phase, wait, err));
-}
-
-zpp_status zpp_rows_combine(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *made, const float *weights,
-                            void *y, zpp_pool *pool, const struct zpp_wait *wait, struct zpp_err *err) {
-    return sum_phase(rows, plan, COMBINE, made, weights, y, pool, wait, err);
-}
-
-zpp_status zpp_rows_dispatch_backward(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *grad_buffer,
-                                      void *grad_x, zpp_pool *pool, const struct zpp_wait *wait, struct zpp_err *err) {
-    return sum_phase(rows, plan, DISPATCH_BACKWARD, grad_buffer, NULL, grad_x, pool, wait, err);
-}
-
-/* Gather the gradients of the sums: times the weight, and with `dots` their products with the rows. */
-static zpp_status gather_phase(struct zpp_rows *rows, const struct zpp_rows_plan *plan,
-                               const struct zpp_rows_grads *grads, float *dots, zpp_pool *pool,
+/* Gather what the owners of tokens publish: the tokens, or gradients of their sums. */
+static zpp_status gather_phase(struct zpp_rows *rows, const struct zpp_rows_plan *plan, enum zpp_row_phase_kind kind,
+                               const struct zpp_rows_grads *grads, float *dots, const struct zpp_rows_by *by,
                                const struct zpp_wait *wait, struct zpp_err *err) {
     const int64_t *numbers = plan->numbers;
     const size_t tokens = (size_t)tokens_of(rows, plan)[rows->rank], k = (size_t)numbers[ZPP_ROWS_K];
-    const struct memory memory = {grads->grad_y, tokens ? grads->weights : NULL, tokens, tokens * row_bytes(numbers),
-                                  tokens * k * sizeof(float)};
-    struct phase phase = {.desc = desc_of(numbers, COMBINE_BACKWARD, grads->weights != NULL)};
-    zpp_status status = phase_begin(rows, &phase, &memory, pool, wait, err);
+    const struct zpp_row_memory memory = {grads->grad_y, tokens ? grads->weights : NULL, tokens, row_bytes(numbers),
+                                          k * sizeof(float)};
+    struct zpp_row_phase phase = {.desc = desc_of(numbers, kind, grads->weights != NULL, is_on_device(by))};
+    zpp_status status = phase_begin(rows, &phase, &memory, by, wait, err);
     if (status == ZPP_OK) status = check_counts(rows, &phase, tokens_of(rows, plan), err);
     if (status != ZPP_OK) return status;
     const struct zpp_moe_peer_scale scale = {(const float *const *)phase.second, grads->made, dots};
-    const struct zpp_moe_peer_rows peer = peer_rows(rows, numbers, phase.first);
-    if (grads->weights) zpp_moe_peer_gather_scaled(&peer, plan->taken, starts_of(plan), &scale, grads->grad_made, pool);
-    else zpp_moe_peer_gather(&peer, plan->taken, starts_of(plan), grads->grad_made, pool);
-    count_read(rows, foreign_rows(rows, plan) * row_bytes(numbers));
-    return phase_end(rows, &phase, wait, err);
+    status = gather(rows, plan, phase.first, grads->weights ? &scale : NULL, grads->grad_made, by, err);
+    return status == ZPP_OK ? phase_end(rows, &phase, by, wait, err) : status;
+}
+
+zpp_status zpp_rows_take(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *x, void *buffer,
+                         const struct zpp_rows_by *by, const struct zpp_wait *wait, struct zpp_err *err) {
+    const struct zpp_rows_grads tokens = {.grad_y = x, .grad_made = buffer};
+    const zpp_status status = enter_phase(rows, by, err);
+    if (status != ZPP_OK) return status;
+    return zpp_rows_leave(rows, gather_phase(rows, plan, ZPP_ROW_TOKENS, &tokens, NULL, by, wait, err));
+}
+
+static zpp_status sum(struct zpp_rows *rows, const struct zpp_rows_plan *plan, const void *const *bases,
+                      const float *weights, void *y, const struct zpp_rows_by *by, struct zpp_err *err) {
+    const size_t tokens = (size_t)tokens_of(rows, plan)[rows->rank];
+    const struct zpp_moe_peer_rows peer = peer_rows(rows, plan->numbers, bases);
+    count_read(rows, (uint64_t)plan->numbers[ZPP_ROWS_FOREIGN] * row_bytes(plan->numbers));
+    if (is_on_device(by)) {
+        const struct zpp_moe_peer_cuda on = zpp_rows_device_on(rows, by->native);
+        return zpp_moe_peer_sum_cuda(&on, &peer, plan->slots, tokens, weights, y, err);
+    }
+    zpp_moe_peer_sum(&peer, plan->slots, tokens, weights, y, pool_of(by));
+    return ZPP_OK;
+}
+
+/* Sum the rows of this rank's tokens out of the buffers of all ranks. */
+static zpp_status sum_phase(struct zpp_rows *rows, const struct zpp_rows_plan *plan, enum zpp_row_phase_kind kind,
+                            const void *buffer, const float *weights, void *y, const struct zpp_rows_by *by,
+                            const struct zpp_wait *wait, struct zpp_err *err) {
+    const size_t here = (size_t)rows_of(rows, plan)[rows->rank];
+    const struct zpp_row_memory memory = {.first = buffer, .count = here, .first_item_bytes = row_bytes(plan->numbers)};
+    struct zpp_row_phase phase = {.desc = desc_of(plan->numbers, kind, weights != NULL, is_on_device(by))};
+    zpp_status status = enter_phase(rows, by, err);
+    if (status != ZPP_OK) return status;
+    status = phase_begin(rows, &phase, &memory, by, wait, err);
+    if (status == ZPP_OK) status = check_counts(rows, &phase, rows_of(rows, plan), err);
+    if (status == ZPP_OK) status = sum(rows, plan, phase.first, weights, y, by, err);
+    if (status == ZPP_OK) status = phase_end(rows, &phase, by, wait, err);
+    return zpp_rows_leave(rows, status);
+}
+
+zpp_status zpp_rows_combine(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *made, const float *weights,
+                            void *y, const struct zpp_rows_by *by, const struct zpp_wait *wait, struct zpp_err *err) {
+    return sum_phase(rows, plan, ZPP_ROW_COMBINE, made, weights, y, by, wait, err);
+}
+
+zpp_status zpp_rows_dispatch_backward(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *grad_buffer,
+                                      void *grad_x, const struct zpp_rows_by *by, const struct zpp_wait *wait,
+                                      struct zpp_err *err) {
+    return sum_phase(rows, plan, ZPP_ROW_DISPATCH_BACKWARD, grad_buffer, NULL, grad_x, by, wait, err);
 }
 
 /* The products lie with the experts; the owners of the weights read them there. */
 static zpp_status weights_phase(struct zpp_rows *rows, const struct zpp_rows_plan *plan, const float *dots,
-                                float *grad_weights, zpp_pool *pool, const struct zpp_wait *wait, struct zpp_err *err) {
+                                float *grad_weights, const struct zpp_rows_by *by, const struct zpp_wait *wait,
+                                struct zpp_err *err) {
     const size_t here = (size_t)rows_of(rows, plan)[rows->rank];
-    const size_t tokens = (size_t)tokens_of(rows, plan)[rows->rank], k = (size_t)plan->numbers[ZPP_ROWS_K];
-    const struct memory memory = {.first = dots, .count = here, .first_bytes = here * sizeof *dots};
-    struct phase phase = {.desc = desc_of(plan->numbers, WEIGHTS_BACKWARD, true)};
-    zpp_status status = phase_begin(rows, &phase, &memory, pool, wait, err);
+    const size_t assignments = (size_t)(tokens_of(rows, plan)[rows->rank] * plan->numbers[ZPP_ROWS_K]);
+    const struct zpp_row_memory memory = {.first = dots, .count = here, .first_item_bytes = sizeof *dots};
+    struct zpp_row_phase phase = {.desc = desc_of(plan->numbers, ZPP_ROW_WEIGHTS_BACKWARD, true, is_on_device(by))};
+    zpp_status status = phase_begin(rows, &phase, &memory, by, wait, err);
     if (status == ZPP_OK) status = check_counts(rows, &phase, rows_of(rows, plan), err);
     if (status != ZPP_OK) return status;
-    zpp_moe_peer_pick((const float *const *)phase.first, plan->slots, tokens * k, grad_weights);
-    return phase_end(rows, &phase, wait, err);
+    if (is_on_device(by)) {
+        const struct zpp_moe_peer_cuda on = zpp_rows_device_on(rows, by->native);
+        const struct zpp_moe_peer_rows peer = peer_rows(rows, plan->numbers, phase.first);
+        status = zpp_moe_peer_pick_cuda(&on, &peer, plan->slots, assignments, grad_weights, err);
+    } else {
+        zpp_moe_peer_pick((const float *const *)phase.first, plan->slots, assignments, grad_weights);
+    }
+    return status == ZPP_OK ? phase_end(rows, &phase, by, wait, err) : status;
 }
 
 zpp_status zpp_rows_combine_backward(zpp_rows *rows, const struct zpp_rows_plan *plan,
-                                     const struct zpp_rows_grads *grads, zpp_pool *pool, const struct zpp_wait *wait,
-                                     struct zpp_err *err) {
+                                     const struct zpp_rows_grads *grads, const struct zpp_rows_by *by,
+                                     const struct zpp_wait *wait, struct zpp_err *err) {
     const bool of_weights = grads->weights && grads->of_weights;
     const size_t here = (size_t)rows_of(rows, plan)[rows->rank];
-    float *dots = of_weights ? malloc((here + 1) * sizeof *dots) : NULL;
-    if (of_weights && !dots) return zpp_fail(err, ZPP_NOMEM, "moe: no memory for the products of %zu rows", here);
-    zpp_status status = enter_phase(rows, err);
+    float *memory = of_weights && !is_on_device(by) ? malloc((here + 1) * sizeof *memory) : NULL;
+    float *dots = of_weights && is_on_device(by) ? grads->dots : memory;
+    if (of_weights && !is_on_device(by) && !memory)
+        return zpp_fail(err, ZPP_NOMEM, "moe: no memory for the products of %zu rows", here);
+    zpp_status status = enter_phase(rows, by, err);
     if (status == ZPP_OK) {
-        status = gather_phase(rows, plan, grads, dots, pool, wait, err);
+        status = gather_phase(rows, plan, ZPP_ROW_COMBINE_BACKWARD, grads, dots, by, wait, err);
         if (status == ZPP_OK && of_weights)
-            status = weights_phase(rows, plan, dots, grads->grad_weights, pool, wait, err);
-        (void)leave(rows, status);
+            status = weights_phase(rows, plan, dots, grads->grad_weights, by, wait, err);
+        (void)zpp_rows_leave(rows, status);
     }
-    free(dots);
+    free(memory);
     return status;
 }

@@ -19,6 +19,10 @@
  * move, and its own tokens are copied once more than there. Sums are taken in fp32 in order of the choices: the same
  * bits on every run, and for every number of ranks.
  *
+ * On GPUs whose memory the ranks map (zpp_rows_open_device) choices cross in host memory, since the host plans the
+ * rows, and all else in device memory: a phase is enqueued on the caller's stream, which waits for the peers' streams.
+ * No host waits for a GPU there, but where the published memory has to grow.
+ *
  * Threads: one at a time for each object; a second one gets STATE.
  */
 #ifndef ZPP_COMM_ROWS_H
@@ -46,35 +50,52 @@ enum {
     ZPP_ROWS_K,
     ZPP_ROWS_WIDTH,
     ZPP_ROWS_DTYPE,
+    ZPP_ROWS_FOREIGN, /* this rank's assignments to experts of other ranks */
     ZPP_ROWS_NUMBERS
 };
 static inline size_t zpp_rows_numbers(size_t ranks) { return ZPP_ROWS_NUMBERS + 3 * ranks + 1; }
 
-/* Arrays of the caller: a dispatch fills them, later phases read them. */
+/* Arrays of the caller: a dispatch fills them, in host memory; later phases read them, on a device `taken` and `slots`
+ * there. */
 struct zpp_rows_plan {
-    int64_t *numbers;            /* [zpp_rows_numbers] */
+    int64_t *numbers;            /* [zpp_rows_numbers]; always in host memory */
     int32_t *ends;               /* [experts / ranks], see peers.h; the later phases do not read them */
     struct zpp_moe_taken *taken; /* [rows here] */
     int64_t *slots;              /* [tokens * k] */
+};
+
+/* Collective, once. Let the ranks read each other's rows in memory of their GPUs. `*opened` false: some rank's GPU
+ * cannot, `err` says why, and rows of the GPU have to cross in host memory. The device is borrowed until the end. */
+zpp_status zpp_rows_open_device(zpp_rows *rows, zpp_device *device, const struct zpp_wait *wait, bool *opened,
+                                struct zpp_err *err);
+/* What computes a call: NULL is this thread. */
+struct zpp_rows_by {
+    zpp_pool *pool; /* of threads; may be NULL */
+    bool on_device; /* the opened device, where all arrays are then but those named; the same on all ranks */
+    void *native;   /* its stream for this call: torch's current one */
 };
 
 struct zpp_rows_dispatch {
     uint32_t layer;
     size_t tokens, width_elems, k, experts; /* all but tokens: the same on all ranks; experts: a multiple of ranks */
     zpp_dtype dtype;                        /* F32, BF16 or F16; the same on all ranks */
-    const void *x;                          /* [tokens][width] */
-    const int32_t *chosen; /* [tokens][k], each -1 (dropped) or an expert; the same one twice counts twice */
+    const void *x;                          /* [tokens][width]; on a device not read */
+    const int32_t *chosen; /* [tokens][k] in host memory, each -1 (dropped) or an expert; one twice counts twice */
 };
 /* Publish tokens and choices, wait for those of all ranks, and count. The second half follows, with memory for
- * `*rows_here` rows; nothing but the plan has to stay after it. */
-zpp_status zpp_rows_dispatch_begin(zpp_rows *rows, const struct zpp_rows_dispatch *dispatch, zpp_pool *pool,
-                                   const struct zpp_wait *wait, size_t *rows_here, struct zpp_err *err);
-zpp_status zpp_rows_dispatch_end(zpp_rows *rows, const struct zpp_rows_plan *plan, void *buffer, zpp_pool *pool,
-                                 struct zpp_err *err);
+ * `*rows_here` rows; nothing but the plan has to stay after it. On a device both halves are about choices and the plan,
+ * and zpp_rows_take follows, with `x` of the dispatch. */
+zpp_status zpp_rows_dispatch_begin(zpp_rows *rows, const struct zpp_rows_dispatch *dispatch,
+                                   const struct zpp_rows_by *by, const struct zpp_wait *wait, size_t *rows_here,
+                                   struct zpp_err *err);
+zpp_status zpp_rows_dispatch_end(zpp_rows *rows, const struct zpp_rows_plan *plan, void *buffer,
+                                 const struct zpp_rows_by *by, struct zpp_err *err);
+zpp_status zpp_rows_take(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *x, void *buffer,
+                         const struct zpp_rows_by *by, const struct zpp_wait *wait, struct zpp_err *err);
 /* y_t = sum_j w_tj row_tj. made: [rows here][width]; where it lies in an arena it is read in place, and the call waits
  * until all peers have read it. weights: [tokens * k], or NULL, on all ranks: all 1. */
 zpp_status zpp_rows_combine(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *made, const float *weights,
-                            void *y, zpp_pool *pool, const struct zpp_wait *wait, struct zpp_err *err);
+                            void *y, const struct zpp_rows_by *by, const struct zpp_wait *wait, struct zpp_err *err);
 struct zpp_rows_grads {
     const void *grad_y;   /* [tokens][width] */
     const float *weights; /* [tokens * k], or NULL: all 1; whether there are weights is the same on all ranks */
@@ -82,11 +103,13 @@ struct zpp_rows_grads {
     const void *made;     /* of_weights: [rows here][width], as in the forward */
     void *grad_made;      /* out */
     float *grad_weights;  /* of_weights: out */
+    float *dots;          /* of_weights, on a device: [rows here] to work in */
 };
 zpp_status zpp_rows_combine_backward(zpp_rows *rows, const struct zpp_rows_plan *plan,
-                                     const struct zpp_rows_grads *grads, zpp_pool *pool, const struct zpp_wait *wait,
-                                     struct zpp_err *err);
+                                     const struct zpp_rows_grads *grads, const struct zpp_rows_by *by,
+                                     const struct zpp_wait *wait, struct zpp_err *err);
 zpp_status zpp_rows_dispatch_backward(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *grad_buffer,
-                                      void *grad_x, zpp_pool *pool, const struct zpp_wait *wait, struct zpp_err *err);
+                                      void *grad_x, const struct zpp_rows_by *by, const struct zpp_wait *wait,
+                                      struct zpp_err *err);
 
 #endif

@@ -140,7 +140,7 @@ static void one_round(struct layer *layer, struct test_rank *me, uint32_t seed) 
     }
     check_sums(&tokens, (const float (*)[WIDTH])tokens.x, (const float (*)[WIDTH])y);
     LATE();
-    const struct zpp_rows_grads grads = {tokens.grad, tokens.weights, true, made, grad_made, grad_weights};
+    const struct zpp_rows_grads grads = {tokens.grad, tokens.weights, true, made, grad_made, grad_weights, NULL};
     CHECK_OK(zpp_rows_combine_backward(layer->rows, &layer->plan, &grads, NULL, &patient, &err));
     check_weights(&tokens, grad_weights);
     run_experts(layer, (const float (*)[WIDTH])grad_made, grad_buffer);
@@ -190,7 +190,7 @@ static zpp_status phases(struct layer *layer, struct test_rank *me, int last, st
     zpp_status status = last >= 1 ? dispatch(layer, &tokens, buffer, err) : ZPP_OK;
     if (status == ZPP_OK && last >= 2)
         status = zpp_rows_combine(layer->rows, &layer->plan, buffer, tokens.weights, y, NULL, &patient, err);
-    const struct zpp_rows_grads grads = {tokens.grad, tokens.weights, true, buffer, grad_made, grad_weights};
+    const struct zpp_rows_grads grads = {tokens.grad, tokens.weights, true, buffer, grad_made, grad_weights, NULL};
     if (status == ZPP_OK && last >= 3)
         status = zpp_rows_combine_backward(layer->rows, &layer->plan, &grads, NULL, &patient, err);
     if (status == ZPP_OK && last >= 4)

@@ -2,7 +2,7 @@
  *
  * The CUDA kernels of the mixture of experts, run on a CPU (cuda_threads.h), against the CPU's versions, bit for bit:
  * gate and its backward, plan with and without capacity and order, dispatch, combine and its backward; numbers out of
- * range are left out.
+ * range are left out; the moves over the memory of several ranks.
  */
 #include "harness.h"
 
@@ -10,10 +10,12 @@
 
 #include "../../csrc/ops/element.h"
 #include "../../csrc/ops/moe/kernels.h"
+#include "../../csrc/ops/moe/peers.h"
 
 #include "cuda_threads.h"
 
 #include "../../csrc/ops/moe/gate_cuda.cu"
+#include "../../csrc/ops/moe/peers_cuda.cu"
 #include "../../csrc/ops/moe/rows_cuda.cu"
 CUDA_THUNK(zpp_moe_cuda_zero, struct zpp_gate_cuda_args)
 CUDA_THUNK(zpp_moe_cuda_token, struct zpp_gate_cuda_args)
@@ -28,6 +30,10 @@ CUDA_THUNK(zpp_moe_cuda_dispatch, struct zpp_rows_cuda_args)
 CUDA_THUNK(zpp_moe_cuda_blank, struct zpp_rows_cuda_args)
 CUDA_THUNK(zpp_moe_cuda_combine, struct zpp_rows_cuda_args)
 CUDA_THUNK(zpp_moe_cuda_combine_backward, struct zpp_rows_cuda_args)
+CUDA_THUNK(zpp_moe_peer_cuda_gather, struct zpp_peers_cuda_args)
+CUDA_THUNK(zpp_moe_peer_cuda_scale, struct zpp_peers_cuda_args)
+CUDA_THUNK(zpp_moe_peer_cuda_sum, struct zpp_peers_cuda_args)
+CUDA_THUNK(zpp_moe_peer_cuda_pick, struct zpp_peers_cuda_args)
 
 enum { TOKENS = 70, EXPERTS = 40, MOST_K = 5, WIDTH = 50, ROWS = TOKENS * MOST_K };
 
@@ -190,7 +196,82 @@ static void out_of_range(void) {
     CHECK(got_slots[0] == 0 && got_slots[1] == -1 && got_slots[2] == -1 && got_slots[3] == 1);
 }
 
+/* --- rows of several ranks ---------------------------------------------------------------------------------------- */
+enum { PEERS = 3, PEER_TOKENS = 12, PEER_K = 2, PEER_EXPERTS = 6, PEER_ROWS = PEERS * PEER_TOKENS * PEER_K };
+
+/* What rank 1 of three takes, and where the results of its own tokens lie. */
+struct peer_case {
+    int32_t chosen[PEERS][PEER_TOKENS * PEER_K], ends[PEER_EXPERTS];
+    size_t tokens[PEERS], here;
+    struct zpp_moe_taken taken[PEER_ROWS];
+    int64_t starts[PEERS + 1], slots[PEER_TOKENS * PEER_K], counts[PEERS * PEER_EXPERTS], rows[PEERS];
+};
+
+static void plan_peers(struct peer_case *of) {
+    const int32_t *chosen_of[PEERS];
+    for (int r = 0; r < PEERS; ++r) {
+        of->tokens[r] = r == 2 ? 0 : PEER_TOKENS - 5 * (size_t)r;
+        chosen_of[r] = of->chosen[r];
+        for (int a = 0; a < PEER_TOKENS * PEER_K; ++a) of->chosen[r][a] = (a * 5 + a / 3 + r) % (PEER_EXPERTS + 1) - 1;
+    }
+    const struct zpp_moe_choices choices = { chosen_of, of->tokens, PEERS, 1, PEER_EXPERTS, PEER_K };
+    const struct zpp_moe_peer_plan plan = { of->ends, of->taken, of->starts, of->slots };
+    zpp_moe_choices_count(&choices, of->counts, of->rows);
+    of->here = (size_t)of->rows[1];
+    zpp_moe_peer_plan(&choices, of->counts, &plan);
+}
+
+static void check_peers(const struct peer_case *of, zpp_dtype dtype) {
+    const size_t row_bytes = WIDTH * zpp_dtype_bytes(dtype), own = of->tokens[1] * PEER_K;
+    const void *const bases[PEERS] = { x, (char *)x + 20 * row_bytes, buffer };
+    const float *const weights_of[PEERS] = { weights, weights + 30, weights };
+    const struct zpp_moe_peer_rows rows = { bases, PEERS, PEER_K, WIDTH, dtype };
+    const struct zpp_moe_peer_scale scale = { weights_of, grad_y, want_moved.grad_weights };
+    struct zpp_peers_cuda_args args = {
+        .taken = (const struct zpp_peers_cuda_taken *)(const void *)of->taken, .slots = of->slots, .made = grad_y,
+        .out = got_moved.buffer, .k = PEER_K, .width_elems = WIDTH, .word_bytes = 4, .row_words = row_bytes / 4,
+        .count = own, .dtype = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32 };
+    for (int r = 0; r < PEERS; ++r) args.bases[r] = bases[r], args.weights_of[r] = weights_of[r];
+    memcpy(args.starts, of->starts, sizeof of->starts);
+    memset(&want_moved, 1, sizeof want_moved);
+    got_moved = want_moved;
+    zpp_moe_peer_gather(&rows, of->taken, of->starts, want_moved.buffer, NULL);
+    cuda_loop(zpp_moe_peer_cuda_gather_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
+    zpp_moe_peer_gather_scaled(&rows, of->taken, of->starts, &scale, want_moved.grad_buffer, NULL);
+    args.out = got_moved.grad_buffer, args.values = got_moved.grad_weights;
+    cuda_run(zpp_moe_peer_cuda_scale_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
+    args.out = got_moved.y;
+    for (int weighted = 0; weighted < 2; ++weighted) {
+        args.weights = weighted ? weights : NULL;
+        zpp_moe_peer_sum(&rows, of->slots, of->tokens[1], args.weights, want_moved.y, NULL);
+        cuda_loop(zpp_moe_peer_cuda_sum_thunk, &args, of->tokens[1], ZPP_PEERS_CUDA_THREADS);
+        CHECK(memcmp(want_moved.y, got_moved.y, sizeof got_moved.y) == 0);
+    }
+    zpp_moe_peer_pick((const float *const *)bases, of->slots, own, want_moved.y);
+    args.values = got_moved.y;
+    cuda_loop(zpp_moe_peer_cuda_pick_thunk, &args, 1, ZPP_PEERS_CUDA_THREADS);
+    CHECK(memcmp(&want_moved, &got_moved, sizeof got_moved) == 0);
+    const uint64_t halt = 1;
+    args.halt = &halt, args.out = got_moved.y;
+    cuda_loop(zpp_moe_peer_cuda_gather_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
+    cuda_run(zpp_moe_peer_cuda_scale_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
+    cuda_loop(zpp_moe_peer_cuda_sum_thunk, &args, of->tokens[1], ZPP_PEERS_CUDA_THREADS);
+    cuda_loop(zpp_moe_peer_cuda_pick_thunk, &args, 1, ZPP_PEERS_CUDA_THREADS);
+    CHECK(memcmp(&want_moved, &got_moved, sizeof got_moved) == 0); /* nothing was written */
+}
+
+static void rows_of_peers(void) {
+    static struct peer_case of;
+    fill_halves(x, TOKENS * WIDTH), fill_halves(grad_y, TOKENS * WIDTH), fill_halves(buffer, ROWS * WIDTH);
+    for (int i = 0; i < ROWS; ++i) weights[i] = random_value();
+    plan_peers(&of);
+    CHECK(of.here > 5 && of.here < PEER_ROWS);
+    check_peers(&of, ZPP_F32);
+    check_peers(&of, ZPP_BF16);
+    check_peers(&of, ZPP_F16);
+}
+
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(gates), TEST(plans), TEST(out_of_range), {0} };
+    static const struct test_case cases[] = { TEST(gates), TEST(plans), TEST(out_of_range), TEST(rows_of_peers), {0} };
     return test_main(argc, argv, cases);
 }

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on GPUs: parity with one process, and what is refused. The other files of this folder run by device, too (`--device=sim`)."""
+"""Experts on GPUs: parity with one process, the bits of the CPU, the waits of the host, and what is refused. The other files of this folder
+run by device, too (`--device=sim`)."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import pytest
 import torch
 import zeropp
+from expert_layer import CASES, EXPERTS, Layer
 from expert_parity import parity
 from ranks import on_ranks
 from zeropp.errors import ConfigError
@@ -15,6 +20,69 @@ from zeropp.zero.model.accelerator import check_experts
 @on_ranks(2, devices=("sim", "sim-lazy", "sim-offload"))
 def test_training_equals_one_process() -> None:
     parity("Mixtral", 2, stage=3)
+
+
+class OnDevice:
+    """Tokens, weights and choices of a layer, on a device."""
+
+    def __init__(self, case: str, dtype: torch.dtype, device: str) -> None:
+        import torch.distributed as dist
+
+        layer = Layer(case, dist.get_rank(), dist.get_world_size())
+        rank = layer.rank
+        self.leaves = [part.to(device).requires_grad_() for part in (layer.x[rank].to(dtype), layer.weights[rank])]
+        self.chosen, self.grad = layer.chosen[rank].to(device), layer.grads[rank].to(device, dtype)
+
+    def run(self, exchange: Any, number: int) -> list[torch.Tensor]:
+        """Return rows, sums, and the gradients of tokens and weights, of experts that double."""
+        rows, plan = zeropp.moe.dispatch(self.leaves[0], self.chosen, EXPERTS, exchange=exchange, layer=number)
+        y = zeropp.moe.combine(rows * 2, plan, self.leaves[1])
+        return [rows, y, *torch.autograd.grad(y, self.leaves, self.grad)]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@on_ranks(1, 2, devices=("sim", "sim-lazy"))
+def test_rows_have_the_bits_of_the_cpu(case: str) -> None:
+    """In device memory, and in host memory for want of it."""
+    import torch.distributed as dist
+
+    exchanges = [zeropp.moe.Exchange(dist.group.WORLD) for _ in range(3)]
+    numbers = [exchange.layer("bits") for exchange in exchanges]
+    exchanges[2].device = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        wanted = OnDevice(case, dtype, "cpu").run(exchanges[0], numbers[0])
+        for exchange, number in zip(exchanges[1:], numbers[1:], strict=True):
+            for found, want in zip(OnDevice(case, dtype, "sim").run(exchange, number), wanted, strict=True):
+                assert found.device.type == "sim"
+                assert torch.equal(found.cpu(), want)
+    assert [exchange.device for exchange in exchanges] == [None, torch.device("sim:0"), torch.device("cpu")]
+
+
+@on_ranks(1, 2, devices=("sim", "sim-lazy"))
+def test_the_host_waits_for_the_choices_alone() -> None:
+    import torch.distributed as dist
+
+    sim: Any = importlib.import_module("sim")
+    exchange = zeropp.moe.Exchange(dist.group.WORLD)
+    number = exchange.layer("waits")
+    layer = OnDevice("uneven", torch.float32, "sim")
+    wanted = [part.cpu() for part in layer.run(exchange, number)]
+    for _ in range(3):
+        waits: dict[str, int] = {}
+        with sim.waits_of_the_host(waits):
+            found = layer.run(exchange, number)
+        assert waits == {"a copy to the host": 1}, waits
+        assert all(torch.equal(one.cpu(), want) for one, want in zip(found, wanted, strict=True))
+
+
+@on_ranks(1, devices=("sim",))
+def test_rows_may_come_back_on_the_cpu() -> None:
+    hidden, chosen = torch.ones(3, 16), torch.zeros(3, 1, dtype=torch.long)
+    rows, plan = zeropp.moe.dispatch(hidden, chosen, 4)
+    assert plan.slots.device == hidden.device
+    y = zeropp.moe.combine(rows.cpu(), plan)
+    assert y.is_cpu
+    assert torch.equal(y, hidden.cpu())
 
 
 def test_a_cache_is_refused_on_a_gpu() -> None:

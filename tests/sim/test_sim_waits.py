@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each place where the coordinator waits for an accelerator is in a table, with the test that leaves the wait out and then fails.
+"""Each place where the coordinator, or an exchange of rows, waits for an accelerator is in a table, with the test that leaves the wait
+out and then fails.
 
 A wait without such a test may be missing one day without a sign of it, or may be there without need.
 """
@@ -58,8 +59,11 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/reduce_device.c", "await_members"): ("sums wait for written",),
     ("csrc/comm/counters.c", "zpp_counters_await"): ("a bucket waits for taken",),
     ("csrc/comm/counters.c", "zpp_counters_await_some"): ("sums wait for written",),
+    # rows of a mixture of experts
+    ("csrc/comm/rows_device.c", "zpp_rows_device_begin"): ("is_wrong_without_its_wait",),
+    ("csrc/comm/rows_device.c", "zpp_rows_device_reserve"): (AT_END,),
 }
-"""By file and function: names of WAITS, of mutants of test_zero_device.c, or of a C test; one for each call."""
+"""By file and function: names of WAITS, of mutants of test_zero_device.c, or of a case of a C test; one for each call."""
 HOST_FILES = {
     "bucket.c", "exchange.c", "group.c", "internode.c", "norm.c", "reduce.c", "reduce_shm.c", "step_delayed.c", "placement/nvme.c",
     "placement/nvme_net.c", "placement/sharded.c", "placement/sharded_net.c",
@@ -80,7 +84,8 @@ def waits_of(path: Path) -> Iterator[str]:
 def test_every_wait_is_registered() -> None:
     files = [path for path in sorted((ROOT / "csrc/zero").rglob("*.c")) if "offload" not in path.parent.name]
     found: Counter[tuple[str, str]] = Counter()
-    for path in [*files, ROOT / "csrc/base/wrap.c", ROOT / "csrc/comm/counters.c"]:
+    others = ("base/wrap.c", "comm/counters.c", "comm/rows_device.c")
+    for path in [*files, *(ROOT / "csrc" / name for name in others)]:
         name = str(path.relative_to(ROOT))
         if name.removeprefix("csrc/zero/") not in HOST_FILES:
             found.update((name, function) for function in waits_of(path))
@@ -89,6 +94,7 @@ def test_every_wait_is_registered() -> None:
 
 def test_every_registered_wait_has_a_test_that_leaves_it_out() -> None:
     mutants = re.findall(r'^    \{"([^"]+)", ', (ROOT / "tests/c/test_zero_device.c").read_text(), re.MULTILINE)
-    tests = re.findall(r"TEST\((\w+)\)", (ROOT / "tests/c/test_zero_step_device.c").read_text())
+    programs = ("test_zero_step_device.c", "test_comm_rows_device.c")
+    tests = [name for file in programs for name in re.findall(r"TEST\((\w+)\)", (ROOT / "tests/c" / file).read_text())]
     known = {*mutants, *tests, *test_sim_offload.WAITS, *test_sim_on_device.WAITS, AT_END, NOT_YET}
     assert {name for names in PLACES.values() for name in names} <= known

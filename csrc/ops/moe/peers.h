@@ -70,4 +70,26 @@ void zpp_moe_peer_copy(void *to, const void *from, size_t bytes, zpp_pool *pool)
 /* values[t, j] = bases[slot_tj], of one fp32 number a row; dropped: 0 */
 void zpp_moe_peer_pick(const float *const *bases, const int64_t *slots, size_t assignments, float *values);
 
+/* --- on CUDA -------------------------------------------------------------------------------------------------------
+ * The same bits, where what is pointed at is device memory, but for `bases` and `weights` of the structs and `starts`,
+ * which are copied. Enqueued on `native` (torch's current stream). NOT_BUILT without the kernels, DEVICE if a launch
+ * fails. */
+enum { ZPP_MOE_PEER_CUDA_RANKS = 64 };
+struct zpp_moe_peer_cuda {
+    zpp_device *device;
+    void *native;
+    const uint64_t *halt; /* NULL, or a word that is not 0 once the group has failed: then nothing is written */
+};
+/* OK if the device has the kernels. */
+zpp_status zpp_moe_peer_cuda_find(zpp_device *device, struct zpp_err *err);
+/* scale NULL: plain copies */
+zpp_status zpp_moe_peer_gather_cuda(const struct zpp_moe_peer_cuda *on, const struct zpp_moe_peer_rows *rows,
+                                    const struct zpp_moe_taken *taken, const int64_t *starts,
+                                    const struct zpp_moe_peer_scale *scale, void *buffer, struct zpp_err *err);
+zpp_status zpp_moe_peer_sum_cuda(const struct zpp_moe_peer_cuda *on, const struct zpp_moe_peer_rows *rows,
+                                 const int64_t *slots, size_t tokens, const float *weights, void *y,
+                                 struct zpp_err *err);
+zpp_status zpp_moe_peer_pick_cuda(const struct zpp_moe_peer_cuda *on, const struct zpp_moe_peer_rows *rows,
+                                  const int64_t *slots, size_t assignments, float *values, struct zpp_err *err);
+
 #endif

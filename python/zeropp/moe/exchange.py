@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of a mixture of experts: tokens to the ranks of their experts, and what these make back to the tokens.
 
-Ranks of one host send nothing. They publish tokens, choices and results in shared memory, and read each other's rows
-where they lie (csrc/comm/rows.h): DeepSpeed-MoE (Rajbhandari et al. 2022) without its all-to-alls. Between hosts a
-token goes once to each host that has some of its experts (hosts.py). All directions are operators of torch
+Ranks of one host send nothing. They publish tokens, choices and results in shared memory, or in memory of their GPUs,
+and read each other's rows where they lie (csrc/comm/rows.h): DeepSpeed-MoE (Rajbhandari et al. 2022) without its
+all-to-alls. Between hosts a token goes once to each host that has some of its experts (hosts.py). All directions are operators of torch
 (``torch.ops.zeropp.moe_rows_*`` and ``moe_hosts_*``), so selective checkpointing can keep what they return.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from zeropp.ops import checks
 __all__ = ["Exchange", "RowPlan", "combine", "dispatch", "keep_exchanges"]
 
 _EMPTY = (0, 0)
+_CPU = torch.device("cpu")
+_log = logging.getLogger("zeropp")
 _numbers = itertools.count(1)
 _exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
 
@@ -60,12 +63,32 @@ class Exchange:
         """Ranks on this host."""
         self.rank: int = 0 if self.comm is None else self.comm.rank
         self.network = Network(self.comm, self.empty, tokens == "int8") if self.here < self.ranks else None
+        self.device: torch.device | None = None
+        """The GPU in whose memory rows cross, the cpu where they cannot; None: no token of a GPU came yet."""
         self.number = next(_numbers)
         _exchanges[self.number] = self
 
     def layer(self, name: str) -> int:
         """Return the number of a new layer. All ranks add the same layers in the same order; messages have the name."""
         return int(self.core.add_layer(name))
+
+    def _where(self, device: torch.device) -> torch.device:
+        """Return where tokens of a device cross: there, if the ranks can read each other's memory of it, else in host memory.
+
+        The first call with a GPU is collective. In a graph that a compiler makes before it, tokens cross in host memory.
+        """
+        if device.type == "cpu" or self.network is not None:
+            return _CPU
+        if self.device is None and not torch.compiler.is_compiling():
+            reason = self.core.open_device(device.type, device.index)
+            self.device = device if reason is None else _CPU
+            if reason is not None:
+                _log.warning("zeropp.moe: tokens of %s cross in host memory, which is slow: %s", device, reason)
+        return device if device == self.device else _CPU
+
+    def _memory(self, rows: int, width: int, like: Tensor) -> Tensor:
+        """Return memory for a result (rows, width), of the type and device of another tensor."""
+        return self.empty(rows, width, like.dtype) if like.is_cpu else like.new_empty(rows, width)
 
     def empty(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return memory (rows, width) for what experts make, which the peers of :func:`combine` read without a copy.
@@ -112,8 +135,9 @@ def dispatch(
     """Return the rows of this rank's experts out of the tokens of all ranks, grouped by expert. Differentiable.
 
     Reads (k + 1) / R rows a token from the peers' memory and writes k / R, and publishes one copy of its own tokens.
-    Collective over the exchange's ranks, which may have different numbers of tokens, also none. Tokens on a GPU are
-    copied to host memory, and rows back to that GPU, which the host waits for; so are those of :func:`combine`.
+    Collective over the exchange's ranks, which may have different numbers of tokens, also none. Tokens on a GPU cross in
+    device memory where the ranks' GPUs can read each other's: the host then waits for the choices alone, and :func:`combine`
+    and the backward wait for nothing. Elsewhere they are copied to host memory and rows back, and the host waits for both.
 
     Args:
         hidden: (T, W) tokens; fp32, bf16 or fp16; T may differ between ranks, W and dtype may not.
@@ -141,12 +165,13 @@ def dispatch(
         )
     checks.check_whole(name, "experts", experts)
     one = _local() if exchange is None else exchange
-    rows, plan = _dispatch(hidden.contiguous().cpu(), chosen.to("cpu", torch.int32).contiguous(), experts, one, layer)
+    tokens = hidden.contiguous().to(one._where(hidden.device))
+    rows, plan = _dispatch(tokens, chosen.to("cpu", torch.int32).contiguous(), experts, one, layer)
     return rows.to(hidden.device), plan._replace(ends=plan.ends.to(hidden.device))
 
 
 def _dispatch(hidden: Tensor, chosen: Tensor, experts: int, one: Exchange, layer: int) -> tuple[Tensor, RowPlan]:
-    """The dispatch of tokens in memory of the host."""
+    """The dispatch of tokens where they cross, by choices in memory of the host."""
     if one.network is None:
         return _gather(hidden, chosen, experts, one, layer)
     way = route(chosen, hidden, experts, one.network, layer)
@@ -206,11 +231,12 @@ def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tenso
         wanted = (plan.slots.shape[0] if plan.route is None else plan.route.slots.shape[0], plan.slots.shape[1])
         if weights.shape != wanted:
             raise ValueError(f"{name}: weights has shape {tuple(weights.shape)}, wanted {wanted}")
-    return _combine(rows.contiguous().cpu(), plan, weights.cpu().float().contiguous(), weighted).to(rows.device)
+    where = plan.slots.device
+    return _combine(rows.contiguous().to(where), plan, weights.to(where).float().contiguous(), weighted).to(rows.device)
 
 
 def _combine(rows: Tensor, plan: RowPlan, weights: Tensor, weighted: bool) -> Tensor:
-    """The combine of rows in memory of the host."""
+    """The combine of rows where they cross."""
     network = plan.exchange.network
     if plan.route is None or network is None:
         return _sum(rows, plan, weights, weighted)
@@ -333,17 +359,20 @@ def _check_rows(name: str, label: str, tensor: Tensor) -> None:
 
 # --- operators -------------------------------------------------------------------------------------------------------
 def _run_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer: int) -> tuple[Tensor, ...]:
-    one = _exchanges[exchange]
+    one, there = _exchanges[exchange], not x.is_cpu
     tokens, width = x.shape
     k = chosen.shape[1]
-    n = one.core.dispatch_begin(layer, x.data_ptr(), chosen.data_ptr(), tokens, width, k, experts, dtype_code(x.dtype))
-    rows = one.empty(n, width, x.dtype)
-    ends = torch.empty(experts // one.here, dtype=torch.int32, device="cpu")
-    taken = torch.empty(n, 2, dtype=torch.int32, device="cpu")
-    slots = torch.empty(tokens, k, dtype=torch.int64, device="cpu")
+    form = (tokens, width, k, experts, dtype_code(x.dtype), there)
+    n = one.core.dispatch_begin(layer, x.data_ptr(), chosen.data_ptr(), *form)
+    rows = one._memory(n, width, x)
+    ends = torch.empty(experts // one.here, dtype=torch.int32, device="cpu", pin_memory=there)
+    taken = torch.empty(n, 2, dtype=torch.int32, device="cpu", pin_memory=there)
+    slots = torch.empty(tokens, k, dtype=torch.int64, device="cpu", pin_memory=there)
     numbers = torch.empty(_C.ROWS_NUMBERS + 3 * one.here, dtype=torch.int64, device="cpu")
-    parts = (numbers, ends, taken, slots, rows)
-    one.core.dispatch_end(*(part.data_ptr() for part in parts))
+    one.core.dispatch_end(*(part.data_ptr() for part in (numbers, ends, taken, slots, rows)), there)
+    if there:
+        ends, taken, slots = (part.to(x.device, non_blocking=True) for part in (ends, taken, slots))
+        one.core.take(*(part.data_ptr() for part in (numbers, taken, x, rows)))
     return rows, ends, slots, taken, numbers, x.new_empty(0)
 
 
@@ -352,9 +381,9 @@ def _run_combine(
     exchange: int,
 ) -> Tensor:  # fmt: skip
     one = _exchanges[exchange]
-    y = one.empty(slots.shape[0], rows.shape[1], rows.dtype)
+    y = one._memory(slots.shape[0], rows.shape[1], rows)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, rows, weights))
-    one.core.combine(*addresses, weighted, y.data_ptr())
+    one.core.combine(*addresses, weighted, y.data_ptr(), not rows.is_cpu)
     return y
 
 
@@ -362,20 +391,21 @@ def _run_combine_backward(
     grad: Tensor, rows: Tensor, weights: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, weighted: bool,
     of_weights: bool, exchange: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    one = _exchanges[exchange]
-    grad_rows = one.empty(taken.shape[0], grad.shape[1], grad.dtype)
+    one, there = _exchanges[exchange], not grad.is_cpu
+    grad_rows = one._memory(taken.shape[0], grad.shape[1], grad)
     grad_weights = weights.new_empty(slots.shape if of_weights else _EMPTY)
+    dots = weights.new_empty(taken.shape[0] if of_weights and there else 0)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, weights))
-    outputs = (part.data_ptr() for part in (rows, grad_rows, grad_weights))
-    one.core.combine_backward(*addresses, weighted, of_weights, *outputs)
+    outputs = (part.data_ptr() for part in (rows, grad_rows, grad_weights, dots))
+    one.core.combine_backward(*addresses, weighted, of_weights, *outputs, there)
     return grad_rows, grad_weights
 
 
 def _run_dispatch_backward(grad: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, exchange: int) -> Tensor:
     one = _exchanges[exchange]
-    grad_x = one.empty(slots.shape[0], grad.shape[1], grad.dtype)
+    grad_x = one._memory(slots.shape[0], grad.shape[1], grad)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, grad_x))
-    one.core.dispatch_backward(*addresses)
+    one.core.dispatch_backward(*addresses, not grad.is_cpu)
     return grad_x
 
 
@@ -387,7 +417,7 @@ def _fake_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer
         x.new_empty((experts // one.here,), dtype=torch.int32),
         x.new_empty(chosen.shape, dtype=torch.int64),
         x.new_empty((n, 2), dtype=torch.int32),
-        x.new_empty((_C.ROWS_NUMBERS + 3 * one.here,), dtype=torch.int64),
+        x.new_empty((_C.ROWS_NUMBERS + 3 * one.here,), dtype=torch.int64, device="cpu"),
         x.new_empty(0),
     )
 
@@ -458,7 +488,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     ),
 }  # fmt: skip
 
-_library = register_operators(_OPERATORS)
+_library = register_operators(_OPERATORS, "CompositeExplicitAutograd")
 torch.library.register_autograd(
     "zeropp::moe_rows_dispatch", _dispatch_backward, setup_context=_dispatch_context, lib=_library
 )

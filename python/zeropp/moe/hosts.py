@@ -353,12 +353,16 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
 }  # fmt: skip
 
 
-def register_operators(operators: dict[str, tuple[str, Any, Any]]) -> torch.library.Library:
-    """Register CPU operators: name -> (schema, function, the same for shapes alone); they live as long as the result."""
+def register_operators(operators: dict[str, tuple[str, Any, Any]], key: str = "CPU") -> torch.library.Library:
+    """Register operators: name -> (schema, function, the same for shapes alone); they live as long as the result.
+
+    Args:
+        key: torch's name for the devices that have them: the CPU, or all ("CompositeExplicitAutograd").
+    """
     library = torch.library.Library("zeropp", "FRAGMENT")
     for name, (schema, run, fake) in operators.items():
         library.define(f"{name}{schema}")
-        library.impl(name, run, "CPU")
+        library.impl(name, run, key)
         torch.library.register_fake(f"zeropp::{name}", fake, lib=library)
     return library
 
