@@ -353,13 +353,13 @@ static int hand_over(Unit *unit, Py_ssize_t param, const void *from, bool partia
     return -1;
 }
 
-/* A unit used once is no longer read once all its gradients are in. */
+/* A unit is no longer read once all its gradients are in, if no nested backward has more of them. */
 static int after_gradient(Unit *unit) {
     if (++unit->got < (size_t)unit->count) return 0;
     unit->got = 0;
     const struct zpp_unit *core = unit->unit;
-    if (core->pins || unit->zero->keep_passes || core->sticky || !zpp_zero_used_once(unit->zero->core, core->index))
-        return 0;
+    if (core->pins || unit->zero->keep_passes || core->sticky) return 0;
+    if (!zpp_zero_gets_gradients_once(unit->zero->core, core->index)) return 0;
     return zpp_py_release(unit);
 }
 

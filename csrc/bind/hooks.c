@@ -213,7 +213,8 @@ static int open_unit(Unit *unit, const struct open_call *call) {
     if (zpp_py_need(unit, phase)) return -1;
     if (phase == ZPP_PHASE_FORWARD && zpp_unit_moves(unit->unit)) zpp_py_backward_step_ahead(zero);
     zpp_unit_pin(unit->unit);
-    if (!call->recompute && (call->grad || zero->outer_grad)) zpp_zero_count_use(zero->core, unit->unit->index);
+    if (!call->recompute && (call->grad || zero->outer_grad))
+        zpp_zero_count_use(zero->core, unit->unit->index, !call->grad);
     if (call->functorch) unit->unit->sticky = true; /* its saved tensors are out of our sight */
     return 0;
 }

@@ -48,10 +48,37 @@ static int bind_again(Unit *unit) {
     return done ? 0 : -1;
 }
 
+/* The node of autograd that runs on this thread. 0, or -1 with an error set. */
+static int current_reader(Zero *zero, struct zpp_reader *reader) {
+    *reader = (struct zpp_reader){ .outermost = zero->task, .task = -1 };
+    if (!zpp_py_backward_runs(zero, &reader->task)) return PyErr_Occurred() ? -1 : 0;
+    PyObject *node = PyObject_CallNoArgs(zero->current_node);
+    PyObject *number = node ? PyObject_CallMethodObjArgs(node, zpp_str_sequence_nr, NULL) : NULL;
+    if (number) reader->node = PyLong_AsUnsignedLongLong(number);
+    Py_XDECREF(node);
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Release units that the hooks gather again when they are read next, as far as this one needs their memory. */
+static int evict_for(Unit *unit) {
+    Zero *zero = unit->zero;
+    struct zpp_reader now;
+    int other;
+    if (zero->keep_passes) return 0;
+    if (current_reader(zero, &now)) return -1;
+    if (now.task < 0) return 0;
+    while ((other = zpp_zero_next_to_evict(zero->core, unit->unit->index, &now)) >= 0)
+        if (zpp_py_release((Unit *)PyList_GetItem(zero->units, other))) return -1;
+    zpp_zero_note_read(zero->core, unit->unit->index, &now);
+    return 0;
+}
+
 int zpp_py_need(Unit *unit, enum zpp_phase phase) {
     Zero *zero = unit->zero;
     if (zpp_unit_moves(unit->unit)) {
         if (zpp_py_follow(zero)) return -1;
+        if (phase == ZPP_PHASE_BACKWARD && evict_for(unit)) return -1;
         struct zpp_err err = ZPP_ERR_INIT;
         zpp_status status = ZPP_AGAIN;
         if (zpp_unit_is_gathered(unit->unit) || zpp_unit_bytes(unit->unit) < RELEASE_LOCK_BYTES)

@@ -14,7 +14,8 @@
 #include "py_comm.h"
 
 PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
-    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous, *zpp_str_local_tensor;
+    *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous, *zpp_str_local_tensor,
+    *zpp_str_sequence_nr;
 
 static PyTypeObject *unit_type;
 
@@ -62,9 +63,10 @@ static PyObject *unit_auto(PyObject *self, PyObject *unused) {
     const int refused = in_backward ? zpp_py_backward_step_require_whole(unit)
                                     : zpp_py_backward_step_require_ended(unit->zero, "a parameter was read");
     if (refused) return NULL;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!in_backward && zpp_zero_make_sticky(unit->zero->core, unit->unit->index, &err)) return zpp_py_raise(&err);
     if (zpp_py_need(unit, in_backward ? ZPP_PHASE_BACKWARD : ZPP_PHASE_FORWARD)) return NULL;
     if (!in_backward && zpp_unit_moves(unit->unit)) zpp_py_backward_step_ahead(unit->zero);
-    if (!in_backward) unit->unit->sticky = true;
     unit->zero->autos = true;
     Py_RETURN_NONE;
 }
@@ -210,6 +212,7 @@ static const struct {
 #define FUNCTION(name) { #name, offsetof(Zero, name) }
     FUNCTION(current_graph_task_id), FUNCTION(is_grad_enabled), FUNCTION(queue_callback), FUNCTION(functorch_peek),
     FUNCTION(top_saved_hooks), FUNCTION(push_saved_hooks), FUNCTION(pop_saved_hooks), FUNCTION(raise_strays),
+    FUNCTION(current_node),
 #undef FUNCTION
 };
 enum { TORCH_FUNCTIONS = sizeof torch_functions / sizeof torch_functions[0] };
@@ -630,7 +633,8 @@ static int intern_names(void) {
                   { &zpp_str_data_ptr, "data_ptr" },         { &zpp_str_forward, "forward" },
                   { &zpp_str_grad_fn, "grad_fn" },           { &zpp_str_backward_hooks, "_backward_hooks" },
                   { &zpp_str_contiguous, "contiguous" },     { &zpp_str_register_hook_dict, "_register_hook_dict" },
-                  { &zpp_str_is_contiguous, "is_contiguous" }, { &zpp_str_local_tensor, "_local_tensor" } };
+                  { &zpp_str_is_contiguous, "is_contiguous" }, { &zpp_str_local_tensor, "_local_tensor" },
+                  { &zpp_str_sequence_nr, "_sequence_nr" } };
     for (size_t k = 0; k < sizeof names / sizeof names[0]; k++)
         if (!(*names[k].at = PyUnicode_InternFromString(names[k].name))) return -1;
     return 0;

@@ -130,7 +130,7 @@ struct Zero {
 
     /* torch functions, and our callables for them */
     PyObject *current_graph_task_id, *is_grad_enabled, *queue_callback, *functorch_peek;
-    PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks;
+    PyObject *top_saved_hooks, *push_saved_hooks, *pop_saved_hooks, *current_node;
     PyObject *end_callback, *pack, *unpack;
     PyObject *raise_strays; /* () -> None: raises an error for stray reads (base/stray.h) */
     PyObject *check_unfrozen; /* () -> None: before a forward with gradients; NULL: no parameter can be unfrozen */
@@ -143,7 +143,7 @@ struct Zero {
 /* Interned attribute names, made once. */
 extern PyObject *zpp_str_class, *zpp_str_grad, *zpp_str_data_ptr, *zpp_str_forward, *zpp_str_backward_hooks,
     *zpp_str_grad_fn, *zpp_str_register_hook_dict, *zpp_str_is_contiguous, *zpp_str_contiguous,
-    *zpp_str_local_tensor;
+    *zpp_str_local_tensor, *zpp_str_sequence_nr;
 
 /* py_unit.c: below all the others */
 void zpp_py_wait_for(const Zero *zero, struct zpp_wait *wait);

@@ -142,6 +142,9 @@ struct zpp_zero {
     struct zpp_aio_fault fault; /* of the last read that failed */
     struct zpp_trace trace;
     size_t full_bytes, full_peak_bytes, ahead_bytes; /* see unit.c */
+    size_t largest_bytes; /* of the units that move and that one module has */
+    bool used_again;      /* since the last backward, such a unit was used more than once, or nested (evict.c) */
+    uint64_t reads;       /* of units in backwards, while that is so */
     int kept_units;
     bool is_masked;
     bool forward_read; /* of the units in a file that this pass needs forward, each was read or is being read */

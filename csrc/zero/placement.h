@@ -104,6 +104,8 @@ void zpp_wrapped_locate(zpp_zero *zero, struct zpp_unit *unit);
 zpp_status zpp_wrapped_acquire(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_wrapped_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_wrapped_evict(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+/* Memory of its own, for good, for a unit that is not whole and that no graph refers to. unit->whole changes. */
+zpp_status zpp_wrapped_give_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 void zpp_wrapped_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
 void zpp_resident_lay_out(zpp_zero *zero, struct zpp_unit *unit);
 zpp_status zpp_resident_make(zpp_zero *zero, struct zpp_err *err); /* seal: of all of them */

@@ -243,8 +243,8 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
 }
 
 static bool is_complete(const struct zpp_unit_grad *grad) {
-    const int uses = grad->unit->forwards ? grad->unit->forwards : 1;
-    return grad->missing == 0 && grad->uses <= uses && !grad->partial && !grad->unit->awaits_graphs;
+    const struct zpp_unit *unit = grad->unit;
+    return grad->missing == 0 && !unit->awaits_graphs && zpp_zero_gets_gradients_once(grad->zero, unit->index);
 }
 
 /* The bucket of the next unit goes out. AGAIN: its way is not free yet. */
@@ -301,7 +301,7 @@ bool zpp_zero_came_late(const zpp_zero *zero, int unit) {
 }
 
 static void count_gradient(struct zpp_unit_grad *grad, size_t param, bool partial) {
-    if (partial) grad->partial = true;
+    if (partial) grad->partial = grad->zero->used_again = true;
     if (grad->seen[param]) return;
     grad->seen[param] = 1;
     grad->missing--;
@@ -593,16 +593,21 @@ void zpp_zero_share_backward(zpp_zero *zero) {
     zero->shares_backward = true;
 }
 
-void zpp_zero_count_use(zpp_zero *zero, int unit) {
-    if (zero->units[unit]->grad) zero->units[unit]->grad->uses++;
-    else zero->units[unit]->uses++;
+void zpp_zero_count_use(zpp_zero *zero, int index, bool unseen) {
+    struct zpp_unit *unit = zero->units[index];
+    if (unit->grad) unit->grad->uses++;
+    else unit->uses++;
+    unit->used_unseen |= unseen;
+    zero->used_again |= zpp_unit_moves(unit) && !unit->shared && zpp_zero_uses(zero, index) > 1;
 }
 
 void zpp_zero_reset_uses(zpp_zero *zero) {
     for (int i = 0; i < zero->units_count; i++) {
         if (zero->units[i]->grad) zero->units[i]->grad->uses = 0;
         zero->units[i]->uses = zero->units[i]->forwards = 0;
+        zero->units[i]->used_unseen = false;
     }
+    zero->used_again = false;
 }
 
 int zpp_zero_uses(const zpp_zero *zero, int unit) {
@@ -613,6 +618,11 @@ bool zpp_zero_used_once(const zpp_zero *zero, int unit) {
     const struct zpp_unit_grad *grad = zero->units[unit]->grad;
     const int uses = zero->units[unit]->forwards ? zero->units[unit]->forwards : 1;
     return grad ? grad->uses <= uses && !grad->partial : zero->units[unit]->uses <= uses;
+}
+
+bool zpp_zero_gets_gradients_once(const zpp_zero *zero, int index) {
+    const struct zpp_unit *unit = zero->units[index];
+    return zpp_zero_used_once(zero, index) || (!unit->used_unseen && !(unit->grad && unit->grad->partial));
 }
 
 const void *zpp_zero_grad_shard(const zpp_zero *zero, int unit, const uint8_t **present) {

@@ -73,6 +73,12 @@ struct zpp_piece {
     size_t elems;
 };
 
+/* The node of autograd that reads a unit: its number, the task that it runs in, and the outermost task around that. */
+struct zpp_reader {
+    long outermost, task;
+    unsigned long long node;
+};
+
 struct zpp_unit {
     /* what it is: written at zpp_zero_add_unit, read by any file */
     int index;
@@ -111,6 +117,9 @@ struct zpp_unit {
     bool masked;         /* the layers that read it are left out of this pass (layer dropping) */
     bool stepping;       /* its shard is open, for a step inside the backward */
     int uses;            /* forwards since the last backward, of units that nothing is reduced for (one rank, frozen) */
+    bool used_unseen;    /* one of them was in a forward without a graph of its own, which a nested backward repeats */
+    struct zpp_reader reader; /* what read it last in a backward, where several graphs use units (evict.c) */
+    uint64_t read_number;     /* ... in the order of reads */
     int forwards;        /* ... of the model in an open pass, that the uses were counted in; 0: one (pass.c) */
     bool awaits_graphs;  /* ... other graphs of it give this unit gradients, too */
     bool quantised;      /* gathered quantised: see wire.c */

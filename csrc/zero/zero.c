@@ -339,6 +339,7 @@ static zpp_status lay_out_some(zpp_zero *zero, bool held, size_t *largest_bytes,
         if (!zpp_unit_moves(unit)) continue;
         zero->moving[zero->moving_count++] = unit;
         if (zpp_unit_bytes(unit) > *largest_bytes) *largest_bytes = zpp_unit_bytes(unit);
+        if (!unit->shared && zpp_unit_bytes(unit) > zero->largest_bytes) zero->largest_bytes = zpp_unit_bytes(unit);
     }
     return ZPP_OK;
 }

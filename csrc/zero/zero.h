@@ -169,6 +169,15 @@ zpp_status zpp_zero_shard_open(zpp_zero *zero, int unit, const struct zpp_wait *
 zpp_status zpp_zero_shard_write_begin(zpp_zero *zero, int unit, struct zpp_err *err);
 zpp_status zpp_zero_shard_write_wait(zpp_zero *zero, int unit, struct zpp_err *err);
 
+/* --- units that several graphs use (evict.c) ---------------------------------------------------------------------- */
+/* Both before a unit is needed in a backward. */
+void zpp_zero_note_read(zpp_zero *zero, int unit, const struct zpp_reader *reader);
+/* The unit to release next before this one is needed; -1: none. */
+int zpp_zero_next_to_evict(const zpp_zero *zero, int unit, const struct zpp_reader *now);
+/* Before a unit is needed for a graph that no hook gathers it for again: it stays whole until values change, where
+ * possible in memory of its own. */
+zpp_status zpp_zero_make_sticky(zpp_zero *zero, int unit, struct zpp_err *err);
+
 /* --- gradients (reduce.c) ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient, `param_elems` elements of the unit's grad_dtype, on the compute stream. Added to what this
  * rank has not reduced yet. `uses` > 1 or `partial`: more may come, so the unit is reduced at the end. */
@@ -198,11 +207,15 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int unit, size_t param, const void *gra
 bool zpp_zero_came_late(const zpp_zero *zero, int unit);
 /* In this backward no gradient of that parameter comes on this rank; the unit does not wait for one. */
 void zpp_zero_skip(zpp_zero *zero, int unit, size_t param);
-/* Forwards of the unit since the last backward: more than one, and its gradient comes in parts. */
-void zpp_zero_count_use(zpp_zero *zero, int unit);
+/* Count a forward of the unit since the last backward. `unseen`: one without a graph, inside a forward that has one. A
+ * nested backward repeats it, and has gradients of its own then. */
+void zpp_zero_count_use(zpp_zero *zero, int unit, bool unseen);
 void zpp_zero_reset_uses(zpp_zero *zero);
 int zpp_zero_uses(const zpp_zero *zero, int unit);
 bool zpp_zero_used_once(const zpp_zero *zero, int unit); /* and no part of its gradient came alone */
+/* True if each parameter's gradient comes once in a backward: autograd adds those of several graphs before it hands
+ * them out, but for those of nested backwards. */
+bool zpp_zero_gets_gradients_once(const zpp_zero *zero, int unit);
 zpp_status zpp_zero_backward_end(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 /* A backward that ended by an exception: what was not reduced is dropped. One rank drops what is being reduced, too,
  * and all gradients so far with it. */

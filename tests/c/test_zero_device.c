@@ -253,7 +253,7 @@ static void forward(struct rank *rank, int step) {
         need(rank, u, ZPP_PHASE_FORWARD);
         for (int p = 0; p < PARAMS; p++)
             add_up(rank, rank->state, param_of(unit, p), STATE, 0.125f * (float)(1 + (step + p) % 3), true);
-        zpp_zero_count_use(rank->zero, u);
+        zpp_zero_count_use(rank->zero, u, false);
         release(rank, u);
     }
 }

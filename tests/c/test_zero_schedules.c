@@ -173,7 +173,7 @@ static void forward(struct rank_state *state) {
         for (int i = 0; i < state->plan->units; i++) order[i] = i;
     for (int i = 0; i < state->plan->units; i++) {
         use_unit(state, order[i], ZPP_PHASE_FORWARD);
-        zpp_zero_count_use(state->zero, order[i]);
+        zpp_zero_count_use(state->zero, order[i], false);
         must(zpp_zero_release(state->zero, order[i], &err), &err, "release");
     }
 }

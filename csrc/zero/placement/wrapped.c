@@ -64,14 +64,16 @@ static bool is_in_the_way(const zpp_zero *zero, const struct zpp_unit *unit, con
     return other->state == ZPP_UNIT_GATHERING && zpp_wrap_meet(zero->wrap, unit->wrap_at, other->wrap_at);
 }
 
-static zpp_status give_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+static zpp_status need_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     char words[ZPP_UNIT_WORDS];
-    if (zero->in_backward || zpp_zero_uses(zero, unit->index)) {
-        return zpp_fail(err, ZPP_STATE,
-                        "zero: %s is needed while other units are whole in its memory, and a graph refers to it there; "
-                        "%zu bytes hold the gathered units; raise Config(prefetch=)",
-                        zpp_unit_words(unit, words, sizeof words), zpp_wrap_memory_bytes(zero->wrap));
-    }
+    if (!zero->in_backward && !zpp_zero_uses(zero, unit->index)) return zpp_wrapped_give_own(zero, unit, err);
+    return zpp_fail(err, ZPP_STATE,
+                    "zero: %s is needed while other units are whole in its memory, and a graph refers to it there; "
+                    "%zu bytes hold the gathered units; raise Config(prefetch=)",
+                    zpp_unit_words(unit, words, sizeof words), zpp_wrap_memory_bytes(zero->wrap));
+}
+
+zpp_status zpp_wrapped_give_own(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const zpp_status status = zpp_wrap_own(zero->wrap, unit->wrap_at, err);
     if (status != ZPP_OK) return status;
     unit->whole = zpp_wrap_address(zero->wrap, unit->wrap_at);
@@ -92,7 +94,7 @@ zpp_status zpp_wrapped_evict(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
         if (status != ZPP_OK) return status;
     }
     const zpp_status status = zpp_wrap_take(zero->wrap, unit->wrap_at, zero->gather, &blocker, err);
-    return status == ZPP_AGAIN ? give_own(zero, unit, err) : status;
+    return status == ZPP_AGAIN ? need_own(zero, unit, err) : status;
 }
 
 void zpp_wrapped_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {

@@ -223,6 +223,7 @@ def _functions() -> dict[str, Any]:
     autograd = torch._C._autograd
     return {
         "current_graph_task_id": torch._C._current_graph_task_id,
+        "current_node": torch._C._current_autograd_node,
         "is_grad_enabled": torch.is_grad_enabled,
         "queue_callback": torch.autograd.Variable._execution_engine.queue_callback,
         "functorch_peek": torch._C._functorch.peek_interpreter_stack,
