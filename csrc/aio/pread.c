@@ -40,11 +40,25 @@ static void *thread(void *ctx) {
     return NULL;
 }
 
+/* The threads call the kernel and little else. Stacks of the usual 8 MiB count as private memory (RLIMIT_DATA), all of
+ * them together as more than the buffers. */
+enum { STACK_BYTES = 256 * 1024 };
+
+static int start_thread(zpp_aio *aio, pthread_t *made) {
+    pthread_attr_t attributes;
+    int failed = pthread_attr_init(&attributes);
+    if (failed) return failed;
+    failed = pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    if (!failed) failed = pthread_create(made, &attributes, thread, aio);
+    pthread_attr_destroy(&attributes);
+    return failed;
+}
+
 zpp_status zpp_aio_pread_start(zpp_aio *aio, struct zpp_err *err) {
     unsigned wanted = aio->config.threads ? aio->config.threads : ZPP_AIO_DEFAULT_THREADS;
     if (wanted > aio->config.depth) wanted = aio->config.depth;
     for (; aio->threads_count < wanted; ++aio->threads_count) {
-        const int failed = pthread_create(&aio->threads[aio->threads_count], NULL, thread, aio);
+        const int failed = start_thread(aio, &aio->threads[aio->threads_count]);
         if (failed && aio->threads_count == 0) return zpp_fail_os(err, failed, "aio: no thread");
         if (failed) break; /* fewer threads are enough */
     }
