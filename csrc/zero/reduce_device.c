@@ -293,10 +293,14 @@ static zpp_status reduce(void *arg, void *native, const struct zpp_wait *wait, s
     return zpp_reduce_run_rounds(rounds, *(struct zpp_unit_grad **)arg, wait, err);
 }
 
+/* At stage 0 p.grad is a view of where the peers copy this rank's shards from, and the caller may change it: whatever
+ * does so comes after their copies. */
 static zpp_status finish(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
-    const zpp_status status = zpp_event_record(on->summed, on->sums, err);
-    return status == ZPP_OK ? zpp_stream_wait(zero->compute, on->summed, NULL, err) : status;
+    zpp_status status = zpp_event_record(on->summed, on->sums, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(zero->compute, on->summed, NULL, err);
+    if (status != ZPP_OK || !zero->copy_ring) return status;
+    return settle(zero, zero->units[zero->order[zero->order_count - 1]]->grad, err);
 }
 
 /* create, and destroy; one rank reduces nothing. */

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import of_all_ranks, on_ranks
 from torch import Tensor, nn
 from zeropp.zero.engine import engine_of
 
@@ -126,3 +128,25 @@ def test_a_tied_unit_is_in_nobodys_way(shards: str) -> None:
     assert losses[:3] == losses[3:] and losses[2] != losses[0]
     unit_bytes, grain_bytes = WIDTH * WIDTH * 4, 4096
     assert zeropp.memory(model)["device"]["gathered"]["held"] <= (LAYERS + 1) * unit_bytes + grain_bytes
+
+
+@on_ranks(2, devices=("sim-lazy",))
+def test_whole_gradients_may_be_changed() -> None:
+    """At stage 0 a rank copies shards out of what the p.grad of its peers is. One that changes p.grad at once, as torch's clipping does,
+    comes after the copies of a slower one."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    weight = model.weight.detach().cpu()
+    model, _ = zeropp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zeropp.Config(stage=0))
+    rows = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(one), device="cpu") for one in range(2)]
+    model(rows[rank].to("sim")).square().sum().backward()
+    gradient: Any = model.weight.grad
+    if rank == 0:
+        gradient.zero_()
+        assert float(gradient.abs().max()) == 0
+    else:
+        time.sleep(0.5)
+        wanted = sum(2 * (one @ weight.t()).t() @ one for one in rows) / 2
+        torch.testing.assert_close(gradient.cpu(), wanted, rtol=1e-4, atol=1e-4)
+    of_all_ranks(None)
