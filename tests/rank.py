@@ -63,6 +63,39 @@ def sum_on_the_host() -> None:
 
     for name in ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast"):
         setattr(dist, name, wrap(getattr(dist, name)))
+    between_two_on_the_host()
+
+
+def between_two_on_the_host() -> None:
+    """Let what two ranks send each other, as the stages of a pipeline do, go through the host."""
+    c10d: Any = dist.distributed_c10d
+    isend, irecv = c10d.isend, c10d.irecv
+
+    def send(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        return isend(tensor.cpu(), *args, **keywords)
+
+    def receive(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        moved = tensor.cpu()
+        return Received(irecv(moved, *args, **keywords), tensor, moved)
+
+    def batch(ops: list[Any]) -> list[Any]:
+        peers = ({"group_src" if one.op is receive else "group_dst": one.group_peer} for one in ops)
+        return [one.op(one.tensor, group=one.group, tag=one.tag, **to) for one, to in zip(ops, peers, strict=True)]
+
+    for module in (dist, c10d):
+        module.isend, module.irecv, module.batch_isend_irecv = send, receive, batch
+
+
+class Received:
+    """What comes through the host: it is on the device after wait()."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor, moved: torch.Tensor) -> None:
+        self._work, self._tensor, self._moved = work, tensor, moved
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._moved is not self._tensor:
+            self._tensor.detach().copy_(self._moved)
 
 
 def offload_by_default() -> None:

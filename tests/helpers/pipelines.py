@@ -127,4 +127,4 @@ def mesh_of(stages: int, data_ranks: int) -> DeviceMesh:
 
 def require_close(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
     for name, values in found.items():
-        assert float((values - wanted[name]).abs().max()) <= bound, name
+        assert float((values.cpu() - wanted[name].cpu()).abs().max()) <= bound, name

@@ -63,6 +63,8 @@ def _device_module() -> types.ModuleType:
     module.Event = lambda enable_timing=False, **options: torch.Event(device="sim")
     module.stream = lambda stream: stream if stream is not None else contextlib.nullcontext()
     module.manual_seed = module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.get_rng_state()  # its numbers are the CPU's
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.memory_allocated = lambda device=None: torch.accelerator.memory_allocated()
     module.max_memory_allocated = lambda device=None: torch.accelerator.max_memory_allocated()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
+from zeropp.comm.group import OP_CODES, dtype_code
 from zeropp.errors import CheckpointError, ConfigError, Error, TierError
 from zeropp.files.heap_trim import byte_view
 
@@ -42,6 +43,17 @@ def all_gather(comm: Any, every: torch.Tensor, mine: torch.Tensor) -> None:
     comm.all_gather(values.data_ptr(), own.data_ptr(), own.nbytes)
     if values is not every:
         every.copy_(values)
+
+
+def add_up(comm: Any, tensor: torch.Tensor) -> None:
+    """Add a contiguous tensor of any device over all ranks, in their order, in place. Collective. See :func:`broadcast` for what is on an
+    accelerator."""
+    if comm is None:
+        return
+    values = tensor.cpu()
+    comm.all_reduce(values.data_ptr(), values.numel(), dtype_code(values.dtype), OP_CODES["sum"])
+    if values is not tensor:
+        tensor.copy_(values)
 
 
 def exchange(comm: Any, mine: Any) -> list[Any]:

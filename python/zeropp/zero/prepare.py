@@ -122,7 +122,6 @@ def prepare_over(
         return model, optimizer
     config = as_config(config, "prepare")
     device = device_of(model, config)
-    tied.require_cpu(ties, device)
     mistake = _mistake_of(model, config, device)
     ranks = job.world() if ranks is None else ranks
     comm = ranks.data

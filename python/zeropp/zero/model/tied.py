@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropp.comm.collective import broadcast, exchange
-from zeropp.comm.group import OP_CODES, dtype_code
+from zeropp.comm.collective import add_up, broadcast, exchange
 from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.errors import ConfigError, Error
 from zeropp.files.heap_trim import byte_view
@@ -163,7 +162,7 @@ def _digest(parameter: nn.Parameter) -> str:
     """Return a digest of a parameter's values; an empty text: it has none."""
     if parameter.is_meta or is_sharded(parameter):
         return ""
-    return hashlib.sha256(byte_view(local_of(parameter.detach()).contiguous().view(-1))).hexdigest()
+    return hashlib.sha256(byte_view(local_of(parameter.detach()).contiguous().view(-1).cpu())).hexdigest()
 
 
 def mark_plans(plans: Iterable[UnitPlan], ties: Sequence[Tie]) -> None:
@@ -173,15 +172,6 @@ def mark_plans(plans: Iterable[UnitPlan], ties: Sequence[Tie]) -> None:
         tie = tie_of.get(plan.params[0])
         if tie is not None:
             plan.names, plan.alone = [list(tie.names)], True
-
-
-def require_cpu(ties: Sequence[Tie], device: torch.device) -> None:
-    """Raise zeropp.ConfigError for tied parameters on an accelerator."""
-    if ties and device.type != "cpu":
-        raise ConfigError(
-            f"prepare: parameter '{ties[0].names[0]}' is tied over ranks of the pipeline, and on {device.type}, which is not supported yet: "
-            "their gradients are added on the CPU; untie it (tie_word_embeddings=False)"
-        )
 
 
 class Ties:
@@ -235,9 +225,7 @@ class Ties:
             for (_, tie), gradient in zip(trained, gradients, strict=True):
                 if gradient is not None and gradient.numel():
                     self._summed = tie.names[0]
-                    self._comms[ranks].all_reduce(
-                        gradient.data_ptr(), gradient.numel(), dtype_code(gradient.dtype), OP_CODES["sum"]
-                    )
+                    add_up(self._comms[ranks], gradient)
 
     def _gradient(self, unit: Unit) -> torch.Tensor | None:
         """Return this rank's part of a gradient, which may be empty; None: there is no gradient."""
