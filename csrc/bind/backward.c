@@ -216,7 +216,7 @@ static int end_one(Zero *zero) {
     zero->builds_loss = false;
     zero->backwards++;
     zero->at_boundary = zero->boundary;
-    if (zpp_py_follow(zero)) return -1;
+    if (zpp_py_follow(zero) || zpp_py_backward_step_drain(zero)) return -1;
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_wait wait;
     zpp_py_wait_for(zero, &wait);

@@ -139,7 +139,14 @@ int zpp_py_backward_step_gradient(Unit *unit, Py_ssize_t param, bool partial) {
         return -1;
     }
     step = step_of(unit->zero);
+    if (zpp_py_follow(unit->zero)) return -1;
     return raise_if(zpp_step_in_backward_grad(step, unit->unit->index, (size_t)param, partial, &err), &err);
+}
+
+int zpp_py_backward_step_drain(Zero *zero) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_step_in_backward *step = step_of(zero);
+    return step ? raise_if(zpp_step_in_backward_drain(step, &err), &err) : 0;
 }
 
 int zpp_py_backward_step_close(Zero *zero) {
@@ -173,20 +180,31 @@ static PyObject *zero_set_backward_step(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* backward_step_end() -> None, or (unit, parameter, element, ranks) whose gradient was not finite, as norm() has
- * it; raises what else failed. Everything that was stepped is written. */
-static PyObject *zero_backward_step_end(PyObject *self, PyObject *unused) {
-    (void)unused;
-    Zero *zero = (Zero *)self;
+typedef zpp_status (*ending)(zpp_step_in_backward *step, struct zpp_step_in_backward_end *end, struct zpp_err *err);
+
+/* None, or (unit, parameter, element, ranks) whose gradient was not finite, as norm() has it. */
+static PyObject *how_it_ended(Zero *zero, ending ended, bool counts) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_step_in_backward_end end;
-    const zpp_status status = zpp_step_in_backward_end(step_of(zero), &end, &err);
+    const zpp_status status = ended(step_of(zero), &end, &err);
     zero->inconsistent |= end.inconsistent;
-    zero->steps += status == ZPP_OK;
+    zero->steps += counts && status == ZPP_OK;
     if (status == ZPP_OK) Py_RETURN_NONE;
     if (end.bad_unit < 0 || PyErr_Occurred()) return zpp_py_raise_aio(&err, &end.fault);
     return Py_BuildValue("(innK)", end.bad_unit, (Py_ssize_t)end.bad_param, (Py_ssize_t)end.bad_elem,
                          (unsigned long long)zpp_zero_origins(zero->core, end.bad_unit));
+}
+
+/* backward_step_end(): as how_it_ended; raises what else failed. Everything that was stepped is written. */
+static PyObject *zero_backward_step_end(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return zpp_py_follow((Zero *)self) ? NULL : how_it_ended((Zero *)self, zpp_step_in_backward_end, true);
+}
+
+/* backward_step_settle(): the same of all steps that an accelerator has not ended yet, for which this rank waits. */
+static PyObject *zero_backward_step_settle(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return zpp_py_follow((Zero *)self) ? NULL : how_it_ended((Zero *)self, zpp_step_in_backward_settle, false);
 }
 
 /* backward_step_drop(): the same, and what failed is forgotten: a load replaces all that was stepped. */
@@ -216,6 +234,8 @@ PyMethodDef zpp_py_backward_step_methods[] = {
       "set_backward_step(begin, mark_final, step): step inside the backward." },
     { "backward_step_end", zero_backward_step_end, METH_NOARGS,
       "The step that the backward began is over; what failed in it." },
+    { "backward_step_settle", zero_backward_step_settle, METH_NOARGS,
+      "Wait for the steps that an accelerator has not ended; what failed in them." },
     { "backward_step_drop", zero_backward_step_drop, METH_NOARGS, "The same, and forget what failed." },
     { "backward_step_pending", zero_backward_step_pending, METH_NOARGS,
       "True if a backward has begun a step that was not ended." },

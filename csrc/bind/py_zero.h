@@ -247,6 +247,7 @@ extern PyMethodDef zpp_py_backward_step_methods[];
 int zpp_py_backward_step_begin(Zero *zero);                                        /* a backward has begun */
 int zpp_py_backward_step_gradient(Unit *unit, Py_ssize_t param, bool partial);     /* one was handed over */
 void zpp_py_backward_step_ahead(Zero *zero); /* a forward needs a unit, and has it */
+int zpp_py_backward_step_drain(Zero *zero); /* all gradients have come: what is left is reduced and stepped */
 int zpp_py_backward_step_close(Zero *zero); /* the backward has ended, all is reduced */
 int zpp_py_backward_step_abort(Zero *zero);                                        /* ... by an exception */
 int zpp_py_backward_step_require_ended(const Zero *zero, const char *what); /* the error names `what` is refused */

@@ -8,6 +8,7 @@
  *   memory   2, 3      memory of its own, from seal on
  *   pooled   2, 3      memory from its reduction until its step inside the backward, used again by the next units
  *   device   0 to 3    memory of the device: a part of the bucket at stages 0 and 1, else its own (reduce_device.c)
+ *   device_pooled   2, 3   the same as pooled there
  *   nvme     2, 3      in a file, in memory while it is added to or read (grad_file.c)
  *
  * The path of a reduced gradient, of which NULL entries are left out:
@@ -66,7 +67,7 @@ struct zpp_grad_store {
 };
 
 extern const struct zpp_grad_store zpp_grad_store_bucket, zpp_grad_store_memory, zpp_grad_store_pooled,
-    zpp_grad_store_nvme, zpp_grad_store_device;
+    zpp_grad_store_nvme, zpp_grad_store_device, zpp_grad_store_device_pooled;
 
 /* grad_memory.c, for the store nvme: zeros in this rank's shard where one parameter's gradient lies. */
 void zpp_grad_zero_param(const zpp_zero *zero, struct zpp_unit_grad *grad, size_t param);

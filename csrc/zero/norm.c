@@ -267,6 +267,26 @@ zpp_status zpp_norm_pieces_make(const struct zpp_stepper *stepper, struct zpp_no
     return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norms of %zu shards", groups);
 }
 
+zpp_status zpp_norm_pieces_of_unit(const struct zpp_stepper *stepper, int unit, struct zpp_norm_pieces *out,
+                                   struct zpp_err *err) {
+    struct zpp_step_shard shard;
+    struct pieces pieces = {0};
+    *out = (struct zpp_norm_pieces){.firsts = calloc(2, sizeof *out->firsts), .groups = 1, .ranks = 1};
+    const bool has = zpp_step_shard_of(stepper, unit, false, &shard);
+    const bool memory = out->firsts && (!has || make_pieces(&shard, shard.rank, &pieces));
+    if (memory) {
+        out->segments = pieces.segments;
+        out->params = pieces.params;
+        out->firsts[1] = pieces.count;
+        pieces.segments = NULL;
+        pieces.params = NULL;
+    }
+    drop_pieces(&pieces);
+    if (memory) return ZPP_OK;
+    zpp_norm_pieces_drop(out);
+    return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the norm of unit %s", stepper->units[unit].unit->name);
+}
+
 void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces) {
     free(pieces->segments);
     free(pieces->params);

@@ -12,6 +12,7 @@
  *             its sum over all ranks                 measured n of all
  *             the step s                             read s of all                    stepped s
  *   sums      the sum of all ranks' buckets n        written n of all                 taken n
+ *             its unit's step inside the backward
  *             stage 0: the sums of the others        taken n of all                   copied n
  *   gather    copies of all ranks' shards            stepped s of all; the memory
  *             a step begins                                                           read s
@@ -38,6 +39,13 @@ enum zpp_counter {
     ZPP_COUNTERS
 };
 
+/* Memory of reduced shards that a step inside the backward gives back. */
+struct zpp_device_grad {
+    void *memory;
+    size_t bytes;
+    bool used;
+};
+
 /* Made by the placement, and ended by it after all streams. */
 struct zpp_on_device {
     zpp_counters *counters; /* NULL: one rank */
@@ -54,6 +62,9 @@ struct zpp_on_device {
     uint64_t settled;            /* the compute stream runs after everybody's sum of this reduction and those before */
     size_t sending_offset_bytes; /* that place */
     struct zpp_unit_grad *sent;  /* whose gradient was there last; NULL: nobody's */
+    struct zpp_device_grad *pool; /* of the store device_pooled */
+    int pool_count, pool_used;
+    size_t pool_capacity;
 };
 
 #endif

@@ -493,12 +493,21 @@ void zpp_zero_clear_grads(zpp_zero *zero) {
     }
 }
 
+zpp_status zpp_zero_wait_reduced(zpp_zero *zero, int done, const struct zpp_wait *wait, int *unit,
+                                 struct zpp_err *err) {
+    *unit = -1;
+    if (done >= zero->order_at) return ZPP_OK;
+    const zpp_status status = zpp_event_sync(zero->units[zero->order[done]]->grad->done, wait, err);
+    if (status == ZPP_OK) *unit = zero->order[done];
+    return status;
+}
+
 int zpp_zero_next_reduced(zpp_zero *zero, int done) {
-    if (done >= zero->order_at) return -1;
     struct zpp_err ignored = ZPP_ERR_INIT;
-    const struct zpp_unit_grad *grad = zero->units[zero->order[done]]->grad;
+    int unit;
     (void)zpp_stream_poll(zero->reduce, &ignored); /* the backward's end says what is wrong */
-    return zpp_event_sync(grad->done, NULL, &ignored) == ZPP_OK ? zero->order[done] : -1;
+    (void)zpp_zero_wait_reduced(zero, done, NULL, &unit, &ignored);
+    return unit;
 }
 
 zpp_status zpp_zero_drop_grad(zpp_zero *zero, int index, struct zpp_err *err) {

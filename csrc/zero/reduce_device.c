@@ -244,6 +244,7 @@ static zpp_status await_members(zpp_zero *zero, const struct zpp_unit_grad *grad
 static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
     zpp_status status = zpp_reduce_read_peers(zero, grad, zero->ring, ZPP_DESC_REDUCE, grad->seq, wait, err);
+    if (status == ZPP_OK && zero->store->load_wait) status = zero->store->load_wait(zero, grad, wait);
     if (status == ZPP_OK) status = await_members(zero, grad, ZPP_COUNTER_WRITTEN, err);
     if (status == ZPP_OK) status = add_shards(zero, grad, err);
     if (status == ZPP_OK) status = zpp_counters_signal(on->counters, on->sums, ZPP_COUNTER_TAKEN, grad->number, err);
@@ -375,6 +376,77 @@ static void free_memory(zpp_zero *zero, struct zpp_unit_grad *grad) {
         zpp_device_free(zero->options.device, grad->shard, zpp_grad_shard_bytes(grad));
     grad->shard = NULL;
 }
+
+/* --- the same, for a step inside the backward --------------------------------------------------------------------- */
+
+/* A shard lives from its unit's sum until its step, and then the next one may have its memory: both are on the stream
+ * of the sums, and so in order. Each place holds any shard. Nothing is freed before the end: that would wait for the
+ * GPU. */
+
+static zpp_status add_place(zpp_zero *zero, struct zpp_device_grad **out, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    size_t bytes = 0;
+    for (int at = 0; at < zero->order_count; at++)
+        bytes = larger(bytes, zpp_grad_shard_bytes(zero->units[zero->order[at]]->grad));
+    struct zpp_device_grad *all = zpp_array_reserve(on->pool, (size_t)on->pool_count, &on->pool_capacity, sizeof *all);
+    if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for a list of %d gradients", on->pool_count);
+    on->pool = all;
+    void *memory = NULL;
+    const zpp_status status = zpp_device_alloc(zero->options.device, bytes, &memory, err);
+    if (status != ZPP_OK) return status;
+    all[on->pool_count] = (struct zpp_device_grad){memory, bytes, false};
+    *out = &all[on->pool_count++];
+    zero->shard_bytes += bytes;
+    return ZPP_OK;
+}
+
+static zpp_status acquire_pooled(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    struct zpp_device_grad *place = NULL;
+    if (grad->shard) return ZPP_OK;
+    for (int i = 0; i < on->pool_count && !place; i++)
+        if (!on->pool[i].used) place = &on->pool[i];
+    const zpp_status status = place ? ZPP_OK : add_place(zero, &place, err);
+    if (status != ZPP_OK) return status;
+    place->used = true;
+    on->pool_used++;
+    grad->shard = place->memory;
+    return ZPP_OK;
+}
+
+/* A sum that nobody waits for leaves its unit alone until a step gives memory back. */
+static zpp_status await_place(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait) {
+    return wait || grad->shard || zero->on_device->pool_used < ZPP_POOLED_GRADS ? ZPP_OK : ZPP_AGAIN;
+}
+
+static zpp_status give_place(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    (void)err;
+    for (int i = 0; i < on->pool_count && grad->shard; i++)
+        if (on->pool[i].memory == grad->shard) on->pool[i].used = false;
+    on->pool_used -= grad->shard != NULL;
+    grad->shard = NULL;
+    return ZPP_OK;
+}
+
+/* The first unit that goes takes the pool with it. */
+static void free_pool(zpp_zero *zero, struct zpp_unit_grad *grad) {
+    struct zpp_on_device *on = zero->on_device;
+    grad->shard = NULL;
+    for (int i = 0; on && i < on->pool_count; i++)
+        zpp_device_free(zero->options.device, on->pool[i].memory, on->pool[i].bytes);
+    if (on) on->pool_count = on->pool_used = 0;
+}
+
+const struct zpp_grad_store zpp_grad_store_device_pooled = {
+    .name = "device_pooled",
+    .free = free_pool,
+    .count_memory = zpp_grad_memory_count,
+    .load_wait = await_place,
+    .acquire = acquire_pooled,
+    .drop = give_place,
+    .clear = clear,
+};
 
 const struct zpp_grad_store zpp_grad_store_device = {
     .name = "device",

@@ -212,8 +212,8 @@ static size_t run_of(const struct zpp_step_plan *plan, size_t begin) {
     return end - begin;
 }
 
-static zpp_status launch(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale scale,
-                         struct zpp_err *err) {
+zpp_status zpp_step_device_enqueue(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale scale,
+                                   struct zpp_err *err) {
     zpp_status status = check_plan(plan, err);
     for (size_t done = 0, count; done < plan->segments_count && status == ZPP_OK; done += count) {
         count = run_of(plan, done);
@@ -225,7 +225,7 @@ static zpp_status launch(zpp_stream *stream, const struct zpp_step_plan *plan, s
 
 zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, size_t behind,
                                   struct zpp_err *err) {
-    return launch(step->options.stream, plan, zpp_clip_scale(step->record, behind), err);
+    return zpp_step_device_enqueue(step->options.stream, plan, zpp_clip_scale(step->record, behind), err);
 }
 
 zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,
@@ -234,7 +234,7 @@ zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct z
     struct zpp_grad_scale scale = zpp_grad_scale_of((float)plan->grad_scale);
     /* The lower half of the halt word: nothing is stepped behind a wait that an error released. */
     if (on->counters) scale.skip = (const uint32_t *)(const void *)zpp_counters_halt(on->counters);
-    return launch(zpp_zero_compute(stepper->zero), plan, scale, err);
+    return zpp_step_device_enqueue(zpp_zero_compute(stepper->zero), plan, scale, err);
 }
 
 /* --- the host's copy ---------------------------------------------------------------------------------------------- */

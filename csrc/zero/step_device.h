@@ -49,6 +49,9 @@ zpp_status zpp_step_device_clip(zpp_step_device *step, const struct zpp_clip_rul
  * done, for a plan of float64, of bf16 without an fp32 copy, and of files. */
 zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, size_t behind,
                                   struct zpp_err *err);
+/* Enqueue a step with other words; as zpp_step_device_launch. */
+zpp_status zpp_step_device_enqueue(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale scale,
+                                   struct zpp_err *err);
 /* Enqueue the step of a coordinator whose shards are on its device, with the plan's own grad_scale, on its compute
  * stream. As zpp_step_device_launch. */
 zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,

@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "reduce.h"
+#include "step_in_backward_device.h"
 #include "step_plan.h"
 
 enum { WRITES = 3 }; /* units whose shards are being written at once; more, and the backward waits */
@@ -23,6 +25,7 @@ struct progress { /* of one unit in this backward */
 
 struct zpp_step_in_backward {
     struct zpp_stepper *stepper;
+    zpp_device_steps *device; /* NULL: the host steps */
     struct zpp_step_caller caller;
     struct progress *units;
     struct zpp_optim_segment *groups;
@@ -57,16 +60,19 @@ zpp_status zpp_step_in_backward_create(struct zpp_stepper *stepper, const struct
         self->units[i].seen = calloc(stepper->units[i].unit->params + 1, 1);
         memory = self->units[i].seen;
     }
-    if (!memory) {
-        zpp_step_in_backward_destroy(self);
-        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for a step of %zu units inside the backward", count);
-    }
-    *out = self;
-    return ZPP_OK;
+    zpp_status status = ZPP_OK;
+    if (!memory)
+        status = zpp_fail(err, ZPP_NOMEM, "zero: no memory for a step of %zu units inside the backward", count);
+    else if (zpp_device_steps_wanted(stepper->zero))
+        status = zpp_device_steps_create(stepper, &self->device, err);
+    if (status != ZPP_OK) zpp_step_in_backward_destroy(self);
+    else *out = self;
+    return status;
 }
 
 void zpp_step_in_backward_destroy(zpp_step_in_backward *self) {
     if (!self) return;
+    zpp_device_steps_destroy(self->device);
     for (int i = 0; self->units && i < self->stepper->units_count; i++) free(self->units[i].seen);
     free(self->units);
     free(self->groups);
@@ -222,6 +228,14 @@ static zpp_status run_plan(zpp_step_in_backward *self, int unit, struct zpp_aio_
     return status;
 }
 
+static zpp_status update_on_device(zpp_step_in_backward *self, int unit, struct zpp_err *err) {
+    self->stepped++;
+    void *token = begin_long(self);
+    const zpp_status status = zpp_device_steps_unit(self->device, unit, self->groups, self->grad_scale, err);
+    end_long(self, token);
+    return status;
+}
+
 static zpp_status update_values(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault,
                                 struct zpp_err *err) {
     self->stepped++;
@@ -233,14 +247,20 @@ static zpp_status update_values(zpp_step_in_backward *self, int unit, struct zpp
     return status;
 }
 
+static zpp_status update_on_host(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault,
+                                 struct zpp_err *err) {
+    zpp_status status = load_grad(self, unit, fault, err);
+    if (status == ZPP_OK) status = require_finite(self, unit, err);
+    if (status == ZPP_OK) status = open_shard(self, unit, fault, err);
+    if (status == ZPP_OK) status = update_values(self, unit, fault, err);
+    return status == ZPP_OK ? begin_write(self, unit, fault, err) : status;
+}
+
 static void update(zpp_step_in_backward *self, int unit) {
     struct zpp_err err = ZPP_ERR_INIT;
     struct zpp_aio_fault fault;
-    zpp_status status = load_grad(self, unit, &fault, &err);
-    if (status == ZPP_OK) status = require_finite(self, unit, &err);
-    if (status == ZPP_OK) status = open_shard(self, unit, &fault, &err);
-    if (status == ZPP_OK) status = update_values(self, unit, &fault, &err);
-    if (status == ZPP_OK) status = begin_write(self, unit, &fault, &err);
+    const zpp_status status =
+        self->device ? update_on_device(self, unit, &err) : update_on_host(self, unit, &fault, &err);
     if (status == ZPP_OK) return;
     char words[ZPP_UNIT_WORDS];
     if (self->raised)
@@ -342,6 +362,24 @@ zpp_status zpp_step_in_backward_grad(zpp_step_in_backward *self, int unit, size_
     return result_of(self, err);
 }
 
+zpp_status zpp_step_in_backward_drain(zpp_step_in_backward *self, struct zpp_err *err) {
+    zpp_zero *zero = self->stepper->zero;
+    if (!self->open || !self->device || !zpp_zero_reduces(zero)) return ZPP_OK;
+    void *token = begin_long(self);
+    zpp_status status = zpp_reduce_send_rest(zero, &self->caller.wait, err);
+    end_long(self, token);
+    self->raised = false;
+    for (int unit = 0; unit >= 0 && status == ZPP_OK && !self->raised;) {
+        token = begin_long(self);
+        status = zpp_zero_wait_reduced(zero, self->done, &self->caller.wait, &unit, err);
+        end_long(self, token);
+        if (status != ZPP_OK || unit < 0) break;
+        self->done++;
+        step_unit(self, unit);
+    }
+    return status == ZPP_OK ? result_of(self, err) : status;
+}
+
 zpp_status zpp_step_in_backward_close(zpp_step_in_backward *self, struct zpp_err *err) {
     if (!self->open) return ZPP_OK;
     self->raised = false;
@@ -388,13 +426,27 @@ zpp_status zpp_step_in_backward_abort(zpp_step_in_backward *self, struct zpp_err
     return result_of(self, err);
 }
 
-zpp_status zpp_step_in_backward_end(zpp_step_in_backward *self, struct zpp_step_in_backward_end *out,
-                                    struct zpp_err *err) {
-    self->raised = false;
-    if (!self->failed) zpp_zero_keep_for_forward(self->stepper->zero);
-    end_writes(self);
+/* The device tells how its steps ended; with `all` it is waited for. */
+static void look_at_device(zpp_step_in_backward *self, bool ends, bool all) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct zpp_bad_gradient bad = {.unit = -1};
+    if (!self->device) return;
+    void *token = begin_long(self);
+    zpp_status status = ends ? zpp_device_steps_end(self->device, &err) : ZPP_OK;
+    if (status == ZPP_OK) status = zpp_device_steps_look(self->device, all, &self->caller.wait, &bad, &err);
+    end_long(self, token);
+    if (status == ZPP_OK || self->failed) return;
+    keep_failure(self, &err, NULL);
+    self->bad_unit = bad.unit;
+    self->bad_param = (int64_t)bad.param;
+    self->bad_elem = -1;
+}
+
+/* Tell how steps ended, and forget it. A device may have stepped units before one that it refused. */
+static zpp_status tell(zpp_step_in_backward *self, struct zpp_step_in_backward_end *out, struct zpp_err *err) {
     const bool failed = self->failed;
-    *out = (struct zpp_step_in_backward_end){ .inconsistent = (failed || self->raised) && self->stepped,
+    *out = (struct zpp_step_in_backward_end){ .inconsistent =
+                                                  (failed || self->raised) && (self->stepped || self->device),
                                               .bad_unit = self->bad_unit, .bad_param = self->bad_param,
                                               .bad_elem = self->bad_elem,
                                               .fault = self->fault };
@@ -404,10 +456,27 @@ zpp_status zpp_step_in_backward_end(zpp_step_in_backward *self, struct zpp_step_
     return self->err.status;
 }
 
+zpp_status zpp_step_in_backward_end(zpp_step_in_backward *self, struct zpp_step_in_backward_end *out,
+                                    struct zpp_err *err) {
+    self->raised = false;
+    if (!self->failed) zpp_zero_keep_for_forward(self->stepper->zero);
+    end_writes(self);
+    look_at_device(self, true, false);
+    return tell(self, out, err);
+}
+
+zpp_status zpp_step_in_backward_settle(zpp_step_in_backward *self, struct zpp_step_in_backward_end *out,
+                                       struct zpp_err *err) {
+    self->raised = false;
+    look_at_device(self, false, true);
+    return tell(self, out, err);
+}
+
 zpp_status zpp_step_in_backward_drop(zpp_step_in_backward *self, struct zpp_err *err) {
     self->raised = false;
     end_writes(self);
     self->pending = self->failed = false;
+    if (self->device && zpp_device_steps_forget(self->device, err) != ZPP_OK) return err->status;
     return result_of(self, err);
 }
 

@@ -7,7 +7,7 @@
  *   its shard is being written to the file    it stays gathered until that write is retired
  *
  * What fails is kept for zpp_step_in_backward_end, because other ranks wait for this one's reductions; nothing more is
- * stepped then.
+ * stepped then. Where a device has the shards, all of it is enqueued there (step_in_backward_device.h).
  *
  *     create .. { begin, grad, grad, .., close or abort, end or drop } ..  destroy
  *
@@ -51,6 +51,9 @@ void zpp_step_in_backward_begin(zpp_step_in_backward *self, struct zpp_optim_seg
 /* A gradient of a unit that was not stepped came; `partial`: not all of it. */
 zpp_status zpp_step_in_backward_grad(zpp_step_in_backward *self, int unit, size_t param, bool partial,
                                      struct zpp_err *err);
+/* Before zpp_zero_backward_end, where a device steps: what is left goes out, and is stepped unit by unit, so that few
+ * gradients are held at once. */
+zpp_status zpp_step_in_backward_drain(zpp_step_in_backward *self, struct zpp_err *err);
 /* After zpp_zero_backward_end: step what is left. */
 zpp_status zpp_step_in_backward_close(zpp_step_in_backward *self, struct zpp_err *err);
 /* The backward ended by an exception. */
@@ -67,7 +70,11 @@ struct zpp_step_in_backward_end {
 /* The step that the backward began is over, and all of it is written. Return the first failure since begin. */
 zpp_status zpp_step_in_backward_end(zpp_step_in_backward *self, struct zpp_step_in_backward_end *out,
                                     struct zpp_err *err);
-/* The same, and failures are forgotten: a load replaces all that was stepped. */
+/* Steps of a device end later than the host's calls, so what end returns may be of a step before. This waits for all
+ * that end was called for. Between steps; nothing to do where the host steps. */
+zpp_status zpp_step_in_backward_settle(zpp_step_in_backward *self, struct zpp_step_in_backward_end *out,
+                                       struct zpp_err *err);
+/* The same as end, and failures are forgotten: a load replaces all that was stepped. */
 zpp_status zpp_step_in_backward_drop(zpp_step_in_backward *self, struct zpp_err *err);
 
 /* A forward has the unit that it needs. States for the next step are read once the forward has read its last unit,

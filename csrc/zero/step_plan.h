@@ -194,6 +194,9 @@ struct zpp_norm_pieces {
     int ranks;
 };
 zpp_status zpp_norm_pieces_make(const struct zpp_stepper *stepper, struct zpp_norm_pieces *out, struct zpp_err *err);
+/* The same of one unit: one group with the pieces of this rank's shard. */
+zpp_status zpp_norm_pieces_of_unit(const struct zpp_stepper *stepper, int unit, struct zpp_norm_pieces *out,
+                                   struct zpp_err *err);
 void zpp_norm_pieces_drop(struct zpp_norm_pieces *pieces); /* all zero is fine */
 
 /* The sum of `squares` of the units that are no copies, in the order that this file promises. */

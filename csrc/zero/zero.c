@@ -130,6 +130,8 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
 
 void zpp_zero_pool_grads(zpp_zero *zero) {
     if (zero->store == &zpp_grad_store_memory) zero->store = &zpp_grad_store_pooled;
+    if (zero->store == &zpp_grad_store_device && !zpp_keeps_buckets(zero) && zero->ranks > 1)
+        zero->store = &zpp_grad_store_device_pooled;
 }
 
 void zpp_zero_delay_steps(zpp_zero *zero) {

@@ -276,6 +276,8 @@ void zpp_zero_pool_grads(zpp_zero *zero);
 /* Return the unit that this backward, or the one that has ended, reduced after the first `done` ones; -1: not yet, or
  * none is left. No rank reads it any more in this backward, and every rank finds the same order. */
 int zpp_zero_next_reduced(zpp_zero *zero, int done);
+/* The same in *unit, which is waited for if it went out. */
+zpp_status zpp_zero_wait_reduced(zpp_zero *zero, int done, const struct zpp_wait *wait, int *unit, struct zpp_err *err);
 zpp_status zpp_zero_drop_grad(zpp_zero *zero, int unit, struct zpp_err *err);
 /* Shards in a file (nothing to do for others), after backward_begin: what this backward reduces is stepped inside it,
  * so a unit's shard is kept in memory from its reduction until zpp_zero_drop_grad, and not written. */

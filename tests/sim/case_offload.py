@@ -46,6 +46,7 @@ class Case:
     evaluates: bool = False  # once more before each step
     in_file: bool = False  # parameters
     reloads: bool = False  # the parameters, after each step
+    steps_inside: bool = False  # the backward
     two_streams: bool = False  # every other batch on a stream of its own
     build: Callable[[], torch.nn.Module] = lambda: blocks()
 
@@ -104,7 +105,9 @@ CASES = {
     "checkpointed": Case(build=Checkpointed),
 }
 
+INSIDE = ("stage 3", "small units whole", "stage 2", "stage 1", "accumulate", "bf16", "two streams", "tied and frozen")
 
+CASES |= {f"inside: {name}": dataclasses.replace(CASES[name], steps_inside=True) for name in INSIDE}
 CASES |= {f"device: {name}": dataclasses.replace(case, on_device=True) for name, case in CASES.items()}
 CASES["device: stage 0"] = Case(stage=0, on_device=True)
 
@@ -195,7 +198,7 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
         offload = Offload(params=zeropp.Tier("nvme", path=sys.argv[3]), optimizer="cpu")
     config = zeropp.Config(
         stage=case.stage, offload=offload, precision=case.precision, accumulate=case.accumulate, prefetch=case.prefetch,
-        units=case.units,
+        units=case.units, step_in_backward=case.steps_inside,
     )  # fmt: skip
     zeropp.prepare(model, optimizer, config)
     losses, waits, counts = [], {}, []

@@ -22,13 +22,14 @@ WHY_NOT = sim_build.why_no_torch_device()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be built")
 
 RANKS = 2
-#: The streams are: 0 torch's default stream, which computes; then sums, and gathers where they are prefetched.
+#: The streams are: 0 torch's default stream, which computes; 1 gathers, where they are prefetched; then sums.
 SCHEDULES = ("0", "0xff", "0b1", "0b10", "0b110:3")
-OFTEN = ("device: stage 3", "device: stage 0")
+OFTEN = ("device: stage 3", "device: stage 0", "device: inside: stage 3")
 #: Names of case_offload.py, which imports the device and so runs in processes of its own.
 SELDOM = (
     "small units whole", "no prefetch", "little prefetch", "stage 2", "stage 1", "bf16", "accumulate", "clip", "tied and frozen",
-    "checkpointed",
+    "checkpointed", "inside: small units whole", "inside: stage 2", "inside: stage 1", "inside: accumulate", "inside: bf16",
+    "inside: two streams", "inside: tied and frozen",
 )  # fmt: skip
 CASES = [*OFTEN, *(pytest.param(f"device: {name}", marks=pytest.mark.slow) for name in SELDOM)]
 
@@ -65,9 +66,12 @@ def test_training_has_the_bits_of_plain_torch(case: str, tmp_path: Path) -> None
         assert not found["wrong"] and not found["error"]
 
 
-HOST, COMPUTE = -1, 0
+HOST, COMPUTE, SUMS = -1, 0, 2
 #: As in test_sim_offload.py, of waits that tests/c/test_zero_device.c does not leave out.
-WAITS = {"the shard of a device waits for the values at set-up": (HOST, COMPUTE, "device: stage 3", "1")}
+WAITS = {
+    "the shard of a device waits for the values at set-up": (HOST, COMPUTE, "device: stage 3", "1"),
+    "computation waits for steps inside the backward": (COMPUTE, SUMS, "device: inside: stage 3", "0b100"),
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in WAITS])

@@ -51,6 +51,9 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/step_ahead.c", "share"): ("a norm waits for measured",),
     ("csrc/zero/step_device.c", "zpp_step_device_look"): ("an_outcome_is_waited_for",),
     ("csrc/zero/step_device.c", "zpp_step_device_destroy"): (AT_END,),
+    ("csrc/zero/step_in_backward_device.c", "join_compute"): ("computation waits for steps inside the backward",),
+    ("csrc/zero/step_in_backward_device.c", "zpp_device_steps_look"): ("test_an_end_is_waited_for",),
+    ("csrc/zero/step_in_backward_device.c", "end_work"): (AT_END,),
     ("csrc/zero/placement/nvme_up.c", "settle"): (NOT_YET,),
     ("csrc/zero/placement/nvme_up.c", "stage"): ("a staging waits for the copy from it",),
     ("csrc/zero/placement/nvme_up.c", "wait_gather"): (NOT_YET, "computation waits for the copy up from a file"),
@@ -96,5 +99,6 @@ def test_every_registered_wait_has_a_test_that_leaves_it_out() -> None:
     mutants = re.findall(r'^    \{"([^"]+)", ', (ROOT / "tests/c/test_zero_device.c").read_text(), re.MULTILINE)
     programs = ("test_zero_step_device.c", "test_comm_rows_device.c")
     tests = [name for file in programs for name in re.findall(r"TEST\((\w+)\)", (ROOT / "tests/c" / file).read_text())]
+    tests += re.findall(r"def (test_\w+)", (ROOT / "tests/zero/test_step_in_backward_gpu.py").read_text())
     known = {*mutants, *tests, *test_sim_offload.WAITS, *test_sim_on_device.WAITS, AT_END, NOT_YET}
     assert {name for names in PLACES.values() for name in names} <= known

@@ -78,6 +78,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "stage 3, int8 gradients": {"stage": 3, "comm": zeropp.Comm(grads="int8")},
     "stage 3, int8 parameters": {"stage": 3, "comm": zeropp.Comm(params="int8")},
     "stage 3, bf16, int4 parameters": {"stage": 3, "precision": "bf16", "comm": zeropp.Comm(params="int4", block_elems=64)},
+    "stage 3, step in the backward": {"stage": 3, "step_in_backward": True},
     "host, stage 1": {"stage": 1, "offload": zeropp.Offload(optimizer="cpu")},
     "host, stage 2": {"stage": 2, "offload": zeropp.Offload(optimizer="cpu")},
     "host, stage 3": {"stage": 3, "offload": ON_HOST},

@@ -70,6 +70,13 @@ def test_parameters_and_gradients_in_fewer_bits(device: str) -> None:
 
 
 @on_ranks(1, 2, devices=("sim", "sim-lazy"))
+def test_a_step_inside_the_backward(device: str) -> None:
+    """Units are checked and stepped by the GPU, and how that ended is looked at later."""
+    for stage in (1, 2, 3):
+        check(waits_of_a_step(None, stage=stage, step_in_backward=True), 0, device)
+
+
+@on_ranks(1, 2, devices=("sim", "sim-lazy"))
 def test_shards_on_the_host(device: str) -> None:
     """The host steps, so it waits for the gradients of each unit, and for gathers to be over."""
     offload = zeropp.Offload(params="cpu", optimizer="cpu")

@@ -18,10 +18,13 @@ struct zpp_clip_record zpp_clip_record_of(double loss_scale) {
         .loss_scale = loss_scale, .loss_scale_f32 = (float)loss_scale, .grad_scale = (float)(1.0 / loss_scale)};
 }
 
+static bool reads_sums(const struct zpp_clip *clip) {
+    return clip->rule.parts & (ZPP_CLIP_MEASURE | ZPP_CLIP_FINITE);
+}
+
 void zpp_clip(const struct zpp_clip *clip) {
-    const bool measures = clip->rule.parts & ZPP_CLIP_MEASURE;
     double squares = 0.0;
-    for (size_t unit = 0; measures && unit < clip->units; ++unit)
+    for (size_t unit = 0; reads_sums(clip) && unit < clip->units; ++unit)
         for (size_t rank = 0; rank < clip->ranks; ++rank) squares += clip->sums[rank][unit];
     const bool halted = clip->halt && __atomic_load_n(clip->halt, __ATOMIC_ACQUIRE);
     zpp_clip_parts(clip->record, &clip->rule, halted ? NAN : squares, halted);
@@ -29,7 +32,7 @@ void zpp_clip(const struct zpp_clip *clip) {
 
 zpp_status zpp_clip_cuda(zpp_device *device, void *native, const struct zpp_clip *clip, struct zpp_err *err) {
     struct zpp_clip_cuda_args args = {.record = clip->record, .halt = clip->halt, .rule = clip->rule};
-    if (clip->rule.parts & ZPP_CLIP_MEASURE) {
+    if (reads_sums(clip)) {
         if (clip->ranks > ZPP_CLIP_CUDA_RANKS) {
             return zpp_fail(err, ZPP_INVALID, "norm: sums of %zu ranks, at most %d are supported on CUDA", clip->ranks,
                             ZPP_CLIP_CUDA_RANKS);

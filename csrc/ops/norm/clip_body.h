@@ -29,6 +29,7 @@ enum {
     ZPP_CLIP_MEASURE = 1, /* norm and skip from the sums; grad_scale is unscale */
     ZPP_CLIP_LIMIT = 2,   /* grad_scale by max_norm */
     ZPP_CLIP_SETTLE = 4,  /* skip_at, and the loss scale of the next backward */
+    ZPP_CLIP_FINITE = 8,  /* skip is set where the sums are not finite, and stays where it was set */
 };
 
 struct zpp_clip_rule {
@@ -71,7 +72,7 @@ ZPP_FN void zpp_clip_settle(struct zpp_clip_record *record, const struct zpp_cli
 ZPP_FN void zpp_clip_parts(struct zpp_clip_record *record, const struct zpp_clip_rule *rule, double squares,
                            int halted) {
     if (rule->parts & ZPP_CLIP_MEASURE) zpp_clip_measure(record, rule, squares);
-    if (halted) record->skip = 1;
+    if (halted || (rule->parts & ZPP_CLIP_FINITE && !(squares < INFINITY))) record->skip = 1;
     if (rule->parts & ZPP_CLIP_LIMIT) zpp_clip_limit(record, rule);
     if (rule->parts & ZPP_CLIP_SETTLE) zpp_clip_settle(record, rule);
 }

@@ -37,6 +37,7 @@ static void fini(zpp_zero *zero) {
     zpp_device_region_destroy(on->grads);
     if (on->alone) zpp_device_free(zero->options.device, on->alone, on->params_bytes);
     zpp_counters_destroy(on->counters);
+    free(on->pool);
     free(on);
     zero->on_device = NULL;
 }

@@ -74,7 +74,6 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
     else:
         _check_offload(config, device)
     others = {
-        "Config(step_in_backward=True) with shards there": there and config.step_in_backward,
         "Comm(params=) other than 'exact' with shards on the host": not there and config.comm.params != "exact",
         "Precision(stored=)": config.stored_name is not None,
     }

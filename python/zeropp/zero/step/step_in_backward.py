@@ -26,6 +26,9 @@ class StepInBackward(StepSchedule):
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._rates: list[dict[str, Any]] = []
+        self._on_device = engine.shard_device.type != "cpu"
+        self._unsettled = False
+        """A GPU may not have ended all steps. Equal on all ranks."""
         engine.core.set_backward_step(self._begin, self._mark_final, None if engine.strategy.in_c else self._step)
 
     def _optimizer(self) -> Any:
@@ -90,7 +93,11 @@ class StepInBackward(StepSchedule):
             zeropp.Error, zeropp.TierError: a gradient was not finite, a file failed. The states are inconsistent where a unit had been stepped before.
         """
         engine = optimizer._engine
-        bad = engine.core.backward_step_end()
+        self._unsettled = self._on_device
+        self._require_finite(engine, engine.core.backward_step_end())
+
+    def _require_finite(self, engine: Engine, bad: tuple[int, int, int, int] | None) -> None:
+        """Raise zeropp.Error with the gradient that was not finite: (unit, parameter, element, ranks)."""
         if bad is None:
             return
         name = engine.units[bad[0]].params[bad[1]].name_at(bad[2], engine.rank)
@@ -99,13 +106,31 @@ class StepInBackward(StepSchedule):
             if engine.core.step_state()[1]
             else "nothing was stepped on this rank"
         )
-        (where,) = origins([(name, bad[3])], engine.rank_names)
-        raise Error(f"optimizer.step: the gradient of {where} is not finite; {what}")
+        (where,) = origins([(name, bad[3])], engine.rank_names, known=not self._on_device)
+        found = "was not finite in this step or one before it" if self._on_device else "is not finite"
+        raise Error(f"optimizer.step: the gradient of {where} {found}; {what}")
+
+    def flush(self) -> None:
+        """Wait for the steps that a GPU has not ended. Collective. Raise zeropp.Error, on all ranks, as :meth:`run` does."""
+        engine = self._engine()
+        if engine is None or not self._unsettled or self.pending:
+            return
+        failure: BaseException | None = None
+        self._unsettled = False
+        try:
+            self._require_finite(engine, engine.core.backward_step_settle())
+        except Error as error:
+            failure = error
+        try:
+            engine.storage.raise_on_all(failure)
+        finally:
+            failure = None  # or this frame and the error would keep each other, and the model
 
     def drop(self, states: bool) -> None:
         """Forget all that was stepped, and what failed in it: a load replaces it."""
         engine = self._engine()
         assert engine is not None
+        self._unsettled = False
         engine.core.backward_step_drop()
 
     def ended(self, optimizer: Any) -> None:
