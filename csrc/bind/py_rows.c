@@ -363,6 +363,7 @@ static PyMethodDef functions[] = {
 
 static int add_numbers(PyObject *module) {
     if (PyModule_AddFunctions(module, functions) != 0) return -1;
+    if (PyModule_AddIntConstant(module, "ROWS_DTYPE", ZPP_ROWS_DTYPE) != 0) return -1;
     return PyModule_AddIntConstant(module, "ROWS_NUMBERS", (long)zpp_rows_numbers(0));
 }
 

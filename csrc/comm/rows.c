@@ -206,23 +206,10 @@ static zpp_status count_choices(struct zpp_rows *rows, const struct zpp_row_phas
     return ZPP_OK;
 }
 
-/* What one phase publishes at most, on any rank. */
-static size_t most_bytes(const struct zpp_rows *rows, size_t row_bytes, size_t k) {
-    size_t most = 0;
-    for (size_t r = 0; r < rows->ranks; r++) {
-        const size_t tokens = zpp_rows_whole_lines(rows->tokens[r] * row_bytes) + rows->tokens[r] * k * sizeof(float);
-        const size_t made = (size_t)rows->rows_of[r] * (row_bytes > sizeof(float) ? row_bytes : sizeof(float));
-        const size_t larger = tokens > made ? tokens : made;
-        most = larger > most ? larger : most;
-    }
-    return zpp_rows_whole_lines(most);
-}
-
 zpp_status zpp_rows_dispatch_begin(zpp_rows *rows, const struct zpp_rows_dispatch *dispatch,
                                    const struct zpp_rows_by *by, const struct zpp_wait *wait, size_t *rows_here,
                                    struct zpp_err *err) {
     const bool device = is_on_device(by);
-    const size_t row_bytes = dispatch->width_elems * zpp_dtype_bytes(dispatch->dtype);
     zpp_status status = enter_phase(rows, by, err);
     if (status != ZPP_OK) return status;
     status = check_dispatch(rows, dispatch, err);
@@ -232,13 +219,15 @@ zpp_status zpp_rows_dispatch_begin(zpp_rows *rows, const struct zpp_rows_dispatc
                  .object = dispatch->layer,
                  .step = ++rows->layers[dispatch->layer].calls,
                  .elems = dispatch->width_elems}};
-    const struct zpp_row_memory memory = {device ? NULL : dispatch->x, dispatch->chosen, dispatch->tokens,
-                                          device ? 0 : row_bytes, dispatch->k * sizeof *dispatch->chosen};
+    const struct zpp_row_memory memory = {
+        .first = device ? NULL : dispatch->x,
+        .second = dispatch->chosen,
+        .count = dispatch->tokens,
+        .first_item_bytes = device ? 0 : dispatch->width_elems * zpp_dtype_bytes(dispatch->dtype),
+        .second_item_bytes = dispatch->k * sizeof *dispatch->chosen};
     const struct zpp_rows_by host = {.pool = pool_of(by)};
     status = phase_begin(rows, &phase, &memory, &host, wait, err);
     if (status == ZPP_OK) status = count_choices(rows, &phase, rows_here, err);
-    if (status == ZPP_OK && device)
-        status = zpp_rows_device_reserve(rows, most_bytes(rows, row_bytes, dispatch->k), wait, err);
     return zpp_rows_leave(rows, status);
 }
 
@@ -272,6 +261,12 @@ static struct zpp_moe_peer_rows peer_rows(const struct zpp_rows *rows, const int
                                       .k = (size_t)numbers[ZPP_ROWS_K],
                                       .width_elems = (size_t)numbers[ZPP_ROWS_WIDTH],
                                       .dtype = (zpp_dtype)numbers[ZPP_ROWS_DTYPE]};
+}
+
+static size_t most_of(const struct zpp_rows *rows, const int64_t *counts) {
+    int64_t most = 0;
+    for (size_t r = 0; r < rows->ranks; r++) most = counts[r] > most ? counts[r] : most;
+    return (size_t)most;
 }
 
 static size_t row_bytes(const int64_t *numbers) {
@@ -328,8 +323,12 @@ static zpp_status gather_phase(struct zpp_rows *rows, const struct zpp_rows_plan
                                const struct zpp_wait *wait, struct zpp_err *err) {
     const int64_t *numbers = plan->numbers;
     const size_t tokens = (size_t)tokens_of(rows, plan)[rows->rank], k = (size_t)numbers[ZPP_ROWS_K];
-    const struct zpp_row_memory memory = {grads->grad_y, tokens ? grads->weights : NULL, tokens, row_bytes(numbers),
-                                          k * sizeof(float)};
+    const struct zpp_row_memory memory = {.first = grads->grad_y,
+                                          .second = tokens ? grads->weights : NULL,
+                                          .count = tokens,
+                                          .first_item_bytes = row_bytes(numbers),
+                                          .second_item_bytes = grads->weights ? k * sizeof(float) : 0,
+                                          .most_count = most_of(rows, tokens_of(rows, plan))};
     struct zpp_row_phase phase = {.desc = desc_of(numbers, kind, grads->weights != NULL, is_on_device(by))};
     zpp_status status = phase_begin(rows, &phase, &memory, by, wait, err);
     if (status == ZPP_OK) status = check_counts(rows, &phase, tokens_of(rows, plan), err);
@@ -365,7 +364,10 @@ static zpp_status sum_phase(struct zpp_rows *rows, const struct zpp_rows_plan *p
                             const void *buffer, const float *weights, void *y, const struct zpp_rows_by *by,
                             const struct zpp_wait *wait, struct zpp_err *err) {
     const size_t here = (size_t)rows_of(rows, plan)[rows->rank];
-    const struct zpp_row_memory memory = {.first = buffer, .count = here, .first_item_bytes = row_bytes(plan->numbers)};
+    const struct zpp_row_memory memory = {.first = buffer,
+                                          .count = here,
+                                          .first_item_bytes = row_bytes(plan->numbers),
+                                          .most_count = most_of(rows, rows_of(rows, plan))};
     struct zpp_row_phase phase = {.desc = desc_of(plan->numbers, kind, weights != NULL, is_on_device(by))};
     zpp_status status = enter_phase(rows, by, err);
     if (status != ZPP_OK) return status;
@@ -393,7 +395,10 @@ static zpp_status weights_phase(struct zpp_rows *rows, const struct zpp_rows_pla
                                 struct zpp_err *err) {
     const size_t here = (size_t)rows_of(rows, plan)[rows->rank];
     const size_t assignments = (size_t)(tokens_of(rows, plan)[rows->rank] * plan->numbers[ZPP_ROWS_K]);
-    const struct zpp_row_memory memory = {.first = dots, .count = here, .first_item_bytes = sizeof *dots};
+    const struct zpp_row_memory memory = {.first = dots,
+                                          .count = here,
+                                          .first_item_bytes = sizeof *dots,
+                                          .most_count = most_of(rows, rows_of(rows, plan))};
     struct zpp_row_phase phase = {.desc = desc_of(plan->numbers, ZPP_ROW_WEIGHTS_BACKWARD, true, is_on_device(by))};
     zpp_status status = phase_begin(rows, &phase, &memory, by, wait, err);
     if (status == ZPP_OK) status = check_counts(rows, &phase, rows_of(rows, plan), err);

@@ -92,7 +92,8 @@ zpp_status zpp_rows_dispatch_end(zpp_rows *rows, const struct zpp_rows_plan *pla
                                  const struct zpp_rows_by *by, struct zpp_err *err);
 zpp_status zpp_rows_take(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *x, void *buffer,
                          const struct zpp_rows_by *by, const struct zpp_wait *wait, struct zpp_err *err);
-/* y_t = sum_j w_tj row_tj. made: [rows here][width]; where it lies in an arena it is read in place, and the call waits
+/* y_t = sum_j w_tj row_tj, here and in its backward of the dtype that the numbers have, which may be another one than
+ * that of the dispatch. made: [rows here][width]; where it lies in an arena it is read in place, and the call waits
  * until all peers have read it. weights: [tokens * k], or NULL, on all ranks: all 1. */
 zpp_status zpp_rows_combine(zpp_rows *rows, const struct zpp_rows_plan *plan, const void *made, const float *weights,
                             void *y, const struct zpp_rows_by *by, const struct zpp_wait *wait, struct zpp_err *err);

@@ -118,17 +118,20 @@ void zpp_rows_device_destroy(struct zpp_rows_device *on) {
 
 /* --- phases ------------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_rows_device_reserve(struct zpp_rows *rows, size_t bytes, const struct zpp_wait *wait,
-                                   struct zpp_err *err) {
+/* Collective: all ranks know how much the fullest one publishes. */
+static zpp_status reserve(struct zpp_rows *rows, const struct zpp_row_memory *memory, const struct zpp_wait *wait,
+                          struct zpp_err *err) {
     struct zpp_rows_device *on = rows->device;
-    if (!rows->comm || bytes <= on->half_bytes) return ZPP_OK;
+    const size_t bytes = zpp_rows_whole_lines(memory->most_count * memory->first_item_bytes) +
+                         memory->most_count * memory->second_item_bytes;
+    if (bytes <= on->half_bytes) return ZPP_OK;
     zpp_status status = zpp_event_record(on->idle, on->stream, err);
     if (status == ZPP_OK) status = zpp_event_sync(on->idle, wait, err);
     if (status != ZPP_OK) return status;
     zpp_device_region_destroy(on->region);
     on->region = NULL;
     on->half_bytes = 0;
-    return make_region(rows, bytes + bytes / 4, err);
+    return make_region(rows, zpp_rows_whole_lines(bytes + bytes / 4), err);
 }
 
 static uint8_t *half_of(const struct zpp_rows_device *on, int rank, uint64_t number) {
@@ -142,9 +145,6 @@ static zpp_status publish(struct zpp_rows *rows, const struct zpp_row_phase *pha
     const size_t first_bytes = memory->count * memory->first_item_bytes;
     const size_t second_bytes = memory->second ? memory->count * memory->second_item_bytes : 0;
     uint8_t *to = half_of(on, (int)rows->rank, phase->number);
-    if (zpp_rows_whole_lines(first_bytes) + second_bytes > on->half_bytes)
-        return zpp_fail(err, ZPP_STATE, "moe: %zu bytes of rows, wanted at most the %zu that their dispatch reserved",
-                        first_bytes + second_bytes, on->half_bytes);
     zpp_status status = zpp_stream_copy(on->stream, to, memory->first, first_bytes, err);
     if (status == ZPP_OK)
         status = zpp_stream_copy(on->stream, to + zpp_rows_whole_lines(first_bytes), memory->second, second_bytes, err);
@@ -159,7 +159,8 @@ zpp_status zpp_rows_device_begin(struct zpp_rows *rows, struct zpp_row_phase *ph
     if (status != ZPP_OK || !rows->comm) return status;
     rows->broken = true; /* until the phase has ended well */
     phase->number = ++on->phases;
-    status = publish(rows, phase, memory, err);
+    status = reserve(rows, memory, wait, err);
+    if (status == ZPP_OK) status = publish(rows, phase, memory, err);
     if (status == ZPP_OK) status = zpp_rows_tell(rows, phase, memory->count, wait, err);
     if (status == ZPP_OK) status = zpp_counters_await(on->counters, on->stream, WRITTEN, phase->number, err);
     for (size_t r = 0; r < rows->ranks && status == ZPP_OK; r++) {

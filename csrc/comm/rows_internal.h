@@ -55,6 +55,7 @@ struct zpp_rows {
 struct zpp_row_memory {
     const void *first, *second; /* NULL: none */
     size_t count, first_item_bytes, second_item_bytes;
+    size_t most_count; /* of all ranks; for device memory */
 };
 
 struct zpp_row_phase {
@@ -90,11 +91,8 @@ zpp_status zpp_rows_host_end(struct zpp_rows *rows, const struct zpp_row_phase *
 /* --- rows_device.c ------------------------------------------------------------------------------------------------ */
 
 void zpp_rows_device_destroy(struct zpp_rows_device *on); /* NULL is fine */
-/* Collective. Make place for what one phase publishes, at most `bytes` on each rank: the same on all ranks. It seldom
- * grows, and then the host waits for the stream. */
-zpp_status zpp_rows_device_reserve(struct zpp_rows *rows, size_t bytes, const struct zpp_wait *wait,
-                                   struct zpp_err *err);
-/* A phase of device memory: publish it, and order the stream after all ranks' doing so. */
+/* A phase of device memory: publish it, and order the stream after all ranks' doing so. What is published seldom needs
+ * more memory than before. Then all ranks make some, and their hosts wait for their streams. */
 zpp_status zpp_rows_device_begin(struct zpp_rows *rows, struct zpp_row_phase *phase,
                                  const struct zpp_row_memory *memory, void *native, const struct zpp_wait *wait,
                                  struct zpp_err *err);

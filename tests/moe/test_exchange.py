@@ -51,6 +51,31 @@ def test_sums_have_the_same_bits_for_every_number_of_ranks(ranks: int) -> None:
         torch.testing.assert_close(results[0][0].double(), factor * x.double(), rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("kinds", [["float32", "bfloat16"], ["bfloat16", "float32"]])
+@on_ranks(1, 2, "2 hosts", devices=("cpu", "sim-lazy"))
+def test_experts_may_make_rows_of_another_type(kinds: list[str]) -> None:
+    """As under autocast. All values are small whole numbers, which both types have."""
+    import torch.distributed as dist
+    import zeropp
+
+    of_tokens, of_rows = (getattr(torch, kind) for kind in kinds)
+    exchange = zeropp.moe.Exchange(dist.group.WORLD)
+    number = exchange.layer("types")
+    x = (torch.arange(40.0).view(5, 8) % 7 + dist.get_rank()).to(of_tokens).requires_grad_()
+    chosen = torch.tensor([[0, 1], [2, 0], [3, 3], [1, -1], [2, 3]])
+    weights = torch.tensor([[1.0, 2.0], [3.0, 1.0], [2.0, 2.0], [1.0, 5.0], [0.0, 1.0]], requires_grad=True)
+    rows, plan = zeropp.moe.dispatch(x, chosen, 4, exchange=exchange, layer=number)
+    y = zeropp.moe.combine(rows.to(of_rows) * 2, plan, weights)
+    assert (rows.dtype, y.dtype) == (of_tokens, of_rows)
+    used = (chosen >= 0).float()
+    factor = 2 * (weights.detach() * used).sum(1, keepdim=True)
+    assert torch.equal(y.float(), factor * x.detach().float())
+    by_x, by_weights = torch.autograd.grad(y, [x, weights], torch.ones_like(y))
+    assert (by_x.dtype, by_weights.dtype) == (of_tokens, torch.float32)
+    assert torch.equal(by_x.float(), factor.expand(5, 8))
+    assert torch.equal(by_weights, used * 2 * x.detach().float().sum(1, keepdim=True))
+
+
 @on_ranks(1, 2)
 def test_without_gradients_nothing_but_a_mode_meets_operators(ranks: int) -> None:
     """A call without gradients has the bits of one with them, also under a mode, which sees the operators."""
@@ -140,6 +165,10 @@ def test_ranks_that_differ_are_shown_both(what: str, sentences: list[str]) -> No
         (
             lambda d, c: c(torch.zeros(3, 4), d(torch.zeros(1, 4), torch.zeros(1, 1).long(), 4)[1]), ValueError,
             "3 rows, wanted 1 as the dispatch returned",
+        ),
+        (
+            lambda d, c: c(torch.zeros(1, 6), d(torch.zeros(1, 4), torch.zeros(1, 1).long(), 4)[1]), ValueError,
+            "rows of width 6, wanted 4 as the dispatch returned",
         ),
         (
             lambda d, c: c(torch.zeros(1, 4), d(torch.zeros(1, 4), torch.zeros(1, 1).long(), 4)[1], torch.ones(1, 2)),

@@ -3,24 +3,32 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import run_ranks, survivors
+from ranks import simulated
 
 PHASES = ("dispatch", "combine", "backward of combine", "backward of dispatch")
 VICTIM = 1
 
 
-def killed_before(rank: int, ranks: int, phase: int, folder: str, hosts: str) -> dict[str, Any]:
+def killed_before(rank: int, ranks: int, phase: int, folder: str, hosts: str, device: str = "cpu") -> dict[str, Any]:
     os.environ["ZEROPP_HOST_ID"] = hosts[rank]
     import torch
     import torch.distributed as dist
+
+    if device == "sim":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
+        importlib.import_module("sim").register_backend()
+    torch.set_default_device(device)
     import zeropp
 
     dist.init_process_group("gloo")
@@ -81,6 +89,24 @@ def test_it_is_named_in_every_phase(hosts: str, phase: int, tmp_path: Path) -> N
             assert value["text"], value  # whoever waits for the network knows the phase there
         elif "socket closed" not in value["text"]:  # whoever sends it the descriptor of an arena may notice first
             assert f"{PHASES[phase]} #1 of layer 0 (blocks.0.experts)" in value["text"]
+        assert value["at"] - killed_at < 5.0
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
+def test_it_is_named_where_streams_wait_for_its_gpu(phase: int, tmp_path: Path) -> None:
+    """What the victim enqueued on its GPU has not run, so the others' streams wait for it until its end is noticed."""
+    environment = simulated("sim-lazy")
+    outcomes = run_ranks(
+        3, killed_before, phase, str(tmp_path), "aaa", "sim", timeout=240, check=False, env=environment
+    )
+    assert outcomes[VICTIM].code == -signal.SIGKILL, str(outcomes[VICTIM])
+    killed_at = float((tmp_path / "killed").read_text())
+    for outcome in survivors(outcomes, VICTIM):
+        value = outcome.value
+        assert value["rank"] == VICTIM, value
+        assert f"rank {VICTIM}" in value["text"]
         assert value["at"] - killed_at < 5.0
 
 

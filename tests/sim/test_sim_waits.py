@@ -64,7 +64,7 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/comm/counters.c", "zpp_counters_await_some"): ("sums wait for written",),
     # rows of a mixture of experts
     ("csrc/comm/rows_device.c", "zpp_rows_device_begin"): ("is_wrong_without_its_wait",),
-    ("csrc/comm/rows_device.c", "zpp_rows_device_reserve"): (AT_END,),
+    ("csrc/comm/rows_device.c", "reserve"): (AT_END,),
 }
 """By file and function: names of WAITS, of mutants of test_zero_device.c, or of a case of a C test; one for each call."""
 HOST_FILES = {

@@ -112,7 +112,7 @@ class RowPlan(NamedTuple):
     numbers: Tensor
     """int64: layer, call and format, and how many tokens and rows each rank has (csrc/comm/rows.h)."""
     anchor: Tensor
-    """(0,): ties the backward of the dispatch to the combine, also where no row came to this rank."""
+    """(0, W) of the tokens' type: ties the backward of the dispatch to the combine, also where no row came to this rank."""
     exchange: Exchange
     route: Route | None = None
     """Over several hosts: which tokens went to other ones, and whose came here. Then ``taken`` counts guests as tokens."""
@@ -224,6 +224,10 @@ def combine(rows: Tensor, plan: RowPlan, weights: Tensor | None = None) -> Tenso
         raise TypeError(f"{name}: plan is a {type(plan).__name__}, wanted what zeropp.moe.dispatch returns")
     if rows.shape[0] != plan.taken.shape[0]:
         raise ValueError(f"{name}: {rows.shape[0]} rows, wanted {plan.taken.shape[0]} as the dispatch returned")
+    if rows.shape[1] != plan.anchor.shape[1]:
+        raise ValueError(
+            f"{name}: rows of width {rows.shape[1]}, wanted {plan.anchor.shape[1]} as the dispatch returned"
+        )
     weighted = weights is not None
     if weights is None:
         weights = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -250,8 +254,12 @@ def _combine(rows: Tensor, plan: RowPlan, weights: Tensor, weighted: bool) -> Te
 def _sum(rows: Tensor, plan: RowPlan, weights: Tensor, weighted: bool) -> Tensor:
     """The combine within this host."""
     op = _run_combine if _is_unwatched(rows, weights, plan.anchor) else torch.ops.zeropp.moe_rows_combine.default
-    numbers = (plan.anchor, plan.taken, plan.slots, plan.numbers, weighted, plan.exchange.number)
-    result = op(rows.contiguous(), weights, *numbers)
+    numbers = plan.numbers
+    if rows.dtype != plan.anchor.dtype:  # as experts under autocast make
+        numbers = numbers.clone()
+        numbers[_C.ROWS_DTYPE] = dtype_code(rows.dtype)
+    how = (plan.anchor, plan.taken, plan.slots, numbers, weighted, plan.exchange.number)
+    result = op(rows.contiguous(), weights, *how)
     assert isinstance(result, Tensor)
     return result
 
@@ -373,7 +381,7 @@ def _run_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer:
     if there:
         ends, taken, slots = (part.to(x.device, non_blocking=True) for part in (ends, taken, slots))
         one.core.take(*(part.data_ptr() for part in (numbers, taken, x, rows)))
-    return rows, ends, slots, taken, numbers, x.new_empty(0)
+    return rows, ends, slots, taken, numbers, x.new_empty(0, width)
 
 
 def _run_combine(
@@ -418,7 +426,7 @@ def _fake_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer
         x.new_empty(chosen.shape, dtype=torch.int64),
         x.new_empty((n, 2), dtype=torch.int32),
         x.new_empty((_C.ROWS_NUMBERS + 3 * one.here,), dtype=torch.int64, device="cpu"),
-        x.new_empty(0),
+        x.new_empty((0, x.shape[1])),
     )
 
 
@@ -451,7 +459,8 @@ def _dispatch_backward(ctx: Any, grad_rows: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, weights, _, taken, slots, numbers, ctx.weighted, exchange = inputs
+    rows, weights, anchor, taken, slots, numbers, ctx.weighted, exchange = inputs
+    ctx.anchor = anchor.dtype
     ctx.exchange = _exchanges[exchange]
     ctx.of_weights = ctx.weighted and ctx.needs_input_grad[1]
     kept = rows if ctx.of_weights else rows.new_empty(0)
@@ -463,7 +472,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     how = (ctx.weighted, ctx.of_weights, ctx.exchange.number)
     grad_rows, grad_weights = op(grad.contiguous(), *ctx.saved_tensors, *how)
     by_weights = grad_weights if ctx.of_weights else None
-    return grad_rows, by_weights, grad.new_empty(0), None, None, None, None, None
+    return grad_rows, by_weights, grad.new_empty(0, grad.shape[1], dtype=ctx.anchor), None, None, None, None, None
 
 
 _PLAN = "Tensor taken, Tensor slots, Tensor numbers"
