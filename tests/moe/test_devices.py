@@ -4,6 +4,7 @@ run by device, too (`--device=sim`)."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any
 
@@ -73,6 +74,25 @@ def test_the_host_waits_for_the_choices_alone() -> None:
             found = layer.run(exchange, number)
         assert waits == {"a copy to the host": 1}, waits
         assert all(torch.equal(one.cpu(), want) for one, want in zip(found, wanted, strict=True))
+
+
+@on_ranks(2, devices=("sim", "sim-lazy"))
+def test_a_layer_of_divided_experts_waits_once() -> None:
+    sim: Any = importlib.import_module("sim")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), zeropp.moe.MoE(16, 4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zeropp.prepare(model, optimizer, zeropp.Config(experts=2, stage=2))
+    gc.collect()  # to free the memory of earlier models waits
+    inputs, found = torch.ones(6, 16), []
+    for _ in range(3):
+        waits: dict[str, int] = {}
+        with sim.waits_of_the_host(waits):
+            model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(waits)
+    assert found[2] == {"a copy to the host": 1}, found
 
 
 @on_ranks(1, devices=("sim",))

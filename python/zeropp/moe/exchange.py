@@ -154,6 +154,12 @@ def dispatch(
         TypeError, ValueError: a wrong argument, or an expert out of range.
         zeropp.CommError: a peer died, or is at another layer or call, or has another k, width or dtype.
     """
+    rows, plan = _dispatch(hidden, chosen, experts, _local() if exchange is None else exchange, layer)
+    return rows, plan._replace(ends=plan.ends.to(hidden.device, non_blocking=True))
+
+
+def _dispatch(hidden: Tensor, chosen: Tensor, experts: int, one: Exchange, layer: int) -> tuple[Tensor, RowPlan]:
+    """The dispatch, with the plan's ``ends`` in memory of the host."""
     name = "zeropp.moe.dispatch"
     _check_rows(name, "hidden", hidden)
     if not isinstance(chosen, Tensor):
@@ -164,13 +170,12 @@ def dispatch(
             "the experts of each token"
         )
     checks.check_whole(name, "experts", experts)
-    one = _local() if exchange is None else exchange
     tokens = hidden.contiguous().to(one._where(hidden.device))
-    rows, plan = _dispatch(tokens, chosen.to("cpu", torch.int32).contiguous(), experts, one, layer)
-    return rows.to(hidden.device), plan._replace(ends=plan.ends.to(hidden.device))
+    rows, plan = _cross(tokens, chosen.to("cpu", torch.int32).contiguous(), experts, one, layer)
+    return rows.to(hidden.device), plan
 
 
-def _dispatch(hidden: Tensor, chosen: Tensor, experts: int, one: Exchange, layer: int) -> tuple[Tensor, RowPlan]:
+def _cross(hidden: Tensor, chosen: Tensor, experts: int, one: Exchange, layer: int) -> tuple[Tensor, RowPlan]:
     """The dispatch of tokens where they cross, by choices in memory of the host."""
     if one.network is None:
         return _gather(hidden, chosen, experts, one, layer)
@@ -271,7 +276,7 @@ def through(
     """Return the weighted sum of what experts make of each token, (T, W): dispatch, experts and combine. Collective.
 
     Args:
-        compute: ``(rows (N, W), ends (E / R,)) -> (N, W)``: this rank's experts.
+        compute: ``(rows (N, W), ends (E / R,)) -> (N, W)``: this rank's experts; ``ends`` are in memory of the host.
         chunks: over several hosts, in how many pieces tokens go. Pieces travel while ``compute`` runs on others before them. "auto":
             1 to 4, of at least 2 MiB of tokens each; the ranks agree on it by one more message.
         beside: over several hosts, what to compute while the first piece is on its way. All ranks have it, or none.
@@ -279,7 +284,7 @@ def through(
     network = exchange.network
     count = 1 if network is None else network.pieces(hidden, chunks)
     if network is None or (count == 1 and beside is None):
-        rows, plan = dispatch(hidden, chosen, experts, exchange=exchange, layer=layer)
+        rows, plan = _dispatch(hidden, chosen, experts, exchange, layer)
         return combine(compute(rows, plan.ends), plan, weights)
     sizes = [hidden.shape[0] * (at + 1) // count - hidden.shape[0] * at // count for at in range(count)]
     pieces = [
@@ -379,7 +384,7 @@ def _run_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer:
     numbers = torch.empty(_C.ROWS_NUMBERS + 3 * one.here, dtype=torch.int64, device="cpu")
     one.core.dispatch_end(*(part.data_ptr() for part in (numbers, ends, taken, slots, rows)), there)
     if there:
-        ends, taken, slots = (part.to(x.device, non_blocking=True) for part in (ends, taken, slots))
+        taken, slots = (part.to(x.device, non_blocking=True) for part in (taken, slots))
         one.core.take(*(part.data_ptr() for part in (numbers, taken, x, rows)))
     return rows, ends, slots, taken, numbers, x.new_empty(0, width)
 
@@ -422,7 +427,7 @@ def _fake_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer
     one = _exchanges[exchange]
     return (
         x.new_empty((n, x.shape[1])),
-        x.new_empty((experts // one.here,), dtype=torch.int32),
+        x.new_empty((experts // one.here,), dtype=torch.int32, device="cpu"),
         x.new_empty(chosen.shape, dtype=torch.int64),
         x.new_empty((n, 2), dtype=torch.int32),
         x.new_empty((_C.ROWS_NUMBERS + 3 * one.here,), dtype=torch.int64, device="cpu"),

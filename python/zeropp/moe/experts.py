@@ -201,7 +201,7 @@ def outputs_of(
         module: this rank's experts; those parameters are in it now.
         compute: its forward.
         rows: (N, H).
-        ends: (E,) int32: the row at which each expert's rows end.
+        ends: (E,) int32: the row at which each expert's rows end; in memory of the host, or where rows are.
         exchange: which takes the outputs back to the tokens.
     """
     count = rows.shape[0]
@@ -210,8 +210,9 @@ def outputs_of(
     elif not count:  # the gradients of experts without a token are zeros on this rank too, as in one process
         rows, ends = rows.new_zeros(1, rows.shape[1]), torch.ones_like(ends)
     if isinstance(module, Experts):
-        outputs = module.grouped(rows, ends)
-    elif getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME:
+        return module.grouped(rows, ends)[:count]
+    ends = ends.to(rows.device, non_blocking=True)
+    if getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME:
         outputs = grouped(module, rows, ends, exchange)
     else:
         outputs = compute(rows, _experts_of(rows, ends).unsqueeze(1), rows.new_ones(rows.shape[0], 1))
