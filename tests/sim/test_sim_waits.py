@@ -57,7 +57,7 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/placement/nvme_up.c", "settle"): (NOT_YET,),
     ("csrc/zero/placement/nvme_up.c", "stage"): ("a staging waits for the copy from it",),
     ("csrc/zero/placement/nvme_up.c", "wait_gather"): (NOT_YET, "computation waits for the copy up from a file"),
-    ("csrc/zero/placement/nvme_up.c", "keep_shard"): (NOT_YET, "the shard in a file waits for the values at set-up"),
+    ("csrc/zero/placement/nvme_up.c", "copy_down"): (NOT_YET, "the shard in a file waits for the values at set-up"),
     # what every wait for a counter goes through
     ("csrc/zero/reduce_device.c", "await_members"): ("sums wait for written",),
     ("csrc/comm/counters.c", "zpp_counters_await"): ("a bucket waits for taken",),

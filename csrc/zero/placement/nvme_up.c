@@ -144,17 +144,41 @@ static zpp_status complete(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err
 
 /* --- the shard ---------------------------------------------------------------------------------------------------- */
 
+/* A part of the whole unit, to the first staging. */
+static zpp_status copy_down(zpp_zero *zero, struct zpp_unit *unit, const void *from, size_t bytes,
+                            struct zpp_err *err) {
+    zpp_status status = zpp_event_sync(zero->staging.copied[0], &patience, err);
+    if (status == ZPP_OK) status = zpp_stream_copy(zero->compute, zero->staging.memory[0], from, bytes, err);
+    if (status == ZPP_OK) status = zpp_event_record(unit->allocated, zero->compute, err);
+    return status == ZPP_OK ? zpp_event_sync(unit->allocated, &patience, err) : status;
+}
+
+/* The unit is kept in fewer bits: one rank of those that hold its values brings them to the mapping, and they are
+ * rounded from there. No other rank has it in memory of the mapping. */
+static zpp_status keep_rounded(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const bool held = is_held(zero, unit);
+    struct zpp_err ignored = ZPP_ERR_INIT;
+    if (unit->group->parts > 1 ? unit->group->rank : zero->rank) return ZPP_OK;
+    zpp_status status = held ? ZPP_OK : zpp_unit_file_acquire(zero->unit_file, unit->file_index, err);
+    if (status != ZPP_OK) return status;
+    status = copy_down(zero, unit, unit->whole, zpp_unit_bytes(unit), err);
+    if (status == ZPP_OK)
+        memcpy(zpp_unit_file_mapping(zero->unit_file) + unit->file_offset_bytes, zero->staging.memory[0],
+               zpp_unit_bytes(unit));
+    if (status == ZPP_OK) status = zpp_file_keep_qcopy(zero, unit, err);
+    if (held) return status;
+    const zpp_status given = zpp_unit_file_release(zero->unit_file, unit->file_index, status ? &ignored : err);
+    return status == ZPP_OK ? given : status;
+}
+
 /* This rank's part of the whole unit, through a staging to the file. */
 static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
-    unsigned char *memory = zero->staging.memory[0];
-    zpp_status status = zpp_event_sync(zero->staging.copied[0], &patience, err);
-    if (status == ZPP_OK)
-        status = zpp_stream_copy(zero->compute, memory, zpp_unit_shard_of_whole(unit, unit->group->rank), bytes, err);
-    if (status == ZPP_OK) status = zpp_event_record(unit->allocated, zero->compute, err);
-    if (status == ZPP_OK) status = zpp_event_sync(unit->allocated, &patience, err);
+    if (zpp_unit_file_keeps_qcopies(zero->unit_file)) return keep_rounded(zero, unit, err);
+    const zpp_status status = copy_down(zero, unit, zpp_unit_shard_of_whole(unit, unit->group->rank), bytes, err);
     if (status != ZPP_OK) return status;
-    return zpp_unit_file_copy(zero->unit_file, unit->shard_offset_bytes, memory, bytes, true, &zero->fault, err);
+    return zpp_unit_file_copy(zero->unit_file, unit->shard_offset_bytes, zero->staging.memory[0], bytes, true,
+                              &zero->fault, err);
 }
 
 static zpp_status open_shard(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {

@@ -263,7 +263,8 @@ def _tiers(engine: Engine, sizes: Bytes) -> Bytes:
     """Return sizes under the tiers that they have beside an accelerator; those that the stores call "cpu" are on the device or pinned."""
     if engine.device.type == "cpu":
         return sizes
-    named = {"pinned": _PINNED, "device": {"gathered"}} if engine.offloads else {"device": _ON_DEVICE}
+    locked = _PINNED if engine.config.stored_name is None else set()  # rounded weights are not page-locked
+    named = {"pinned": locked, "device": {"gathered"}} if engine.offloads else {"device": _ON_DEVICE}
     tier_of = {kind: tier for tier, kinds in named.items() for kind in kinds}
     return {(tier_of.get(kind, tier) if tier == "cpu" else tier, kind): size for (tier, kind), size in sizes.items()}
 

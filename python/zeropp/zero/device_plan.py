@@ -162,7 +162,11 @@ def beside(
         "buckets": block_bytes(units, config),
         "autograd": held["autograd"],
     }
-    rest = {kind: size for kind, size in held.items() if kind not in {*pinned, *there}}
+    elsewhere = {*pinned, *there}
+    if config.stored_name is not None:  # rounded weights are not page-locked, and units go up through staging memory
+        pinned = {"page_locked": pinned["page_locked"]}
+        elsewhere.remove("params")
+    rest = {kind: size for kind, size in held.items() if kind not in elsewhere}
     return {"device": there, "pinned": pinned, "cpu": rest}
 
 

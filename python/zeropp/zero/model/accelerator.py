@@ -75,7 +75,6 @@ def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
         _check_offload(config, device)
     others = {
         "Comm(params=) other than 'exact' with shards on the host": not there and config.comm.params != "exact",
-        "Precision(stored=)": config.stored_name is not None,
     }
     for option, given in others.items():
         if given:
@@ -112,7 +111,7 @@ def _check_offload(config: Config, device: torch.device) -> None:
     params, states = tier_of(config, "params").kind, tier_of(config, "optimizer").kind
     if config.stage == 0:
         _refuse(device, "stage 0 with offloaded states is", "use stage 1, 2 or 3, or keep the states on the device")
-    if states == "device":
+    if states == "device" and config.stored_name is None:  # else there is no optimizer
         _refuse(
             device, f"an optimizer that steps there beside parameters on {params!r} is",
             "keep both on the host, as in Offload(params='cpu', optimizer='cpu'), or neither",

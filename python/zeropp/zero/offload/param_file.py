@@ -173,7 +173,7 @@ class ParamFile(FileStore, ParamStore):
                 total += self._owners * max(0, end - max(begin, resident_end))
                 continue
             for entry in unit.params:
-                begin = unit.whole.data_ptr() + entry.offset_elems * unit.dtype.itemsize
+                begin = self.address_of(unit) + entry.offset_elems * unit.dtype.itemsize
                 end = begin + entry.numel * unit.dtype.itemsize
                 total += max(0, end - max(begin, resident_end))
         return total
@@ -186,6 +186,10 @@ class ParamFile(FileStore, ParamStore):
     def resident_elems(self, unit: Unit) -> int:
         resident = self.resident_end() - self._shard_address(unit)
         return int(min(max(0, resident) // unit.dtype.itemsize, unit.shard.numel()))
+
+    def address_of(self, unit: Unit) -> int:
+        """Return the address of a whole unit in the mapping, which is not where it is computed with on a GPU."""
+        return self._shard_address(unit) - unit.begin_elems * unit.dtype.itemsize
 
     @staticmethod
     def _shard_address(unit: Unit) -> int:

@@ -96,9 +96,9 @@ class QuantisedParams(ParamFile):
 
     def _planned(self, units: list[Unit], whole_bytes: int) -> tuple[float, float]:
         resident_end = self.resident_end()
-        exact = [unit for unit in units if unit.whole.data_ptr() < resident_end]
+        exact = [unit for unit in units if self.address_of(unit) < resident_end]
         values = sum(entry.numel * unit.dtype.itemsize for unit in exact for entry in unit.params)
-        qcopies = sum(self._qcopy_bytes(unit) for unit in units if unit.whole.data_ptr() >= resident_end)
+        qcopies = sum(self._qcopy_bytes(unit) for unit in units if self.address_of(unit) >= resident_end)
         in_file = 0.0 if self.in_memory else qcopies * self.fraction
         return values + qcopies - in_file, in_file
 
