@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeropp import ConfigError
 from zeropp.deepspeed import dimensions, pipeline
 from zeropp.deepspeed.names.modules import initialize
-from zeropp.deepspeed.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from zeropp.deepspeed.pipeline import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
 
 WIDTH, MICRO, ROWS, STEPS = 16, 4, 3, 3
 BOUND = 4e-6
@@ -99,6 +99,73 @@ def test_a_pipeline_trains_as_one_process(stage: int, options: dict[str, Any]) -
     assert engine.global_steps == STEPS and not torch.is_inference(loss)
     with pytest.raises(ConfigError, match=re.escape("engine.train_batch(iterator)")):
         engine(torch.zeros(1, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (3, {}),
+        (2, {"activation_checkpoint_interval": 1}),
+        pytest.param(1, {"partition_method": "uniform"}, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(4)
+def test_dual_pipe_v_trains_as_one_process(stage: int, options: dict[str, Any]) -> None:
+    """Each of two ranks has a part from the front and one from the end; the first one has batches, labels and losses."""
+    model = DualPipeVModule(specs(), 2, loss_fn=nn.functional.cross_entropy, seed_layers=True, **options)
+    engine, *_ = initialize(model=model, config=settings(stage))
+    first = dimensions.rank("pp") == 0
+    assert (engine.is_first_stage(), engine.is_last_stage()) == (first, first)
+    assert model.parts[0] == 0 and model.parts[-1] == len(specs()) and len(model.parts) == 5
+    assert [model.stage_owner(layer) for layer in (0, len(specs()) - 1, model.parts[1], model.parts[2])] == [0, 0, 1, 1]
+    want, losses = one_process(2)
+    place = dimensions.rank("dp")
+    for step in range(STEPS):
+        loss = engine.train_batch(iter(batches(step, place)))
+        assert abs(loss.item() - losses[step]) < 1e-6 * losses[step]
+    found = zeropp.full_state_dict(model)
+    assert {name for names in of_all_ranks(list(found)) for name in names} == set(want)
+    for name, value in found.items():
+        assert float((value - want[name]).abs().max()) < BOUND, name
+    loss = engine.eval_batch(iter(batches(7, place)))
+    outputs, last = engine.eval_batch(
+        iter(batches(7, place)), compute_loss=False, return_logits=True, reduce_output=None
+    )
+    assert len(set(of_all_ranks(loss.item()))) == 1
+    assert (len(outputs), tuple(last.shape)) == (MICRO, (ROWS, 5)) if first else outputs is last is None
+    assert engine.global_steps == STEPS
+    with pytest.raises(ConfigError, match=re.escape("engine.train_batch(iterator)")):
+        engine(torch.zeros(1, WIDTH))
+    with pytest.raises(ConfigError, match="3 micro-batches a step on 2 ranks of the pipeline; wanted at least 4"):
+        engine.eval_batch(iter(batches(7, place)), num_micro_batches=3)
+
+
+@on_ranks(2)
+def test_dual_pipe_v_ties_the_first_part_to_the_last() -> None:
+    """Both are on the first rank, which has one module for them, so their gradients add up there."""
+    layers: list[Any] = [TiedLayerSpec("e", nn.Linear, WIDTH, WIDTH), nn.Tanh(), LayerSpec(nn.Linear, WIDTH, WIDTH),
+                         TiedLayerSpec("e", nn.Linear, WIDTH, WIDTH)]  # fmt: skip
+    options: dict[str, Any] = {"partition_method": "uniform", "loss_fn": nn.functional.mse_loss, "seed_layers": True}
+    model = DualPipeVModule(layers, 2, **options)
+    engine, *_ = initialize(model=model, config=settings(2))
+    draw = torch.Generator().manual_seed(0)
+    rows = [(torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)) for _ in range(MICRO)]
+    torch.manual_seed(1234)
+    ends = nn.Linear(WIDTH, WIDTH)
+    torch.manual_seed(1236)
+    middle = nn.Linear(WIDTH, WIDTH)
+    whole = nn.ModuleList([ends, middle])
+    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-2)
+    loss = sum(nn.functional.mse_loss(ends(middle(torch.tanh(ends(x)))), y) for x, y in rows) / MICRO
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    optimizer.step()
+    assert engine.train_batch(iter(rows)).item() == pytest.approx(loss.item(), rel=1e-6)
+    found = zeropp.full_state_dict(model)
+    if engine.is_first_stage():
+        torch.testing.assert_close(found["tied_modules.e.weight"], ends.weight.detach(), rtol=0, atol=BOUND)
+    else:
+        torch.testing.assert_close(found["2.weight"], middle.weight.detach(), rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize("case", ["a tied key", "too many stages", "an axis", "a method", "a section", "a shape"])

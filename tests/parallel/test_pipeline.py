@@ -67,7 +67,10 @@ def test_same_bits(name: str, options: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
     wanted, norms = alone(mesh, 20, **options)
     found, own_norms = Run(mesh, name, **options).train(20)
-    assert own_norms == pytest.approx(norms, rel=1e-12)  # sums of squares in fp64, of other units one after the other
+    rel = (
+        1e-12 if torch.get_default_device().type == "cpu" else 1e-6
+    )  # sums of squares in fp64, of which GPUs return fp32
+    assert [float(norm) for norm in own_norms] == pytest.approx([float(norm) for norm in norms], rel=rel)
     names = of_all_ranks(list(found))
     assert sorted({one for listed in names for one in listed}) == sorted(wanted), names
     assert all(torch.equal(values, wanted[key]) for key, values in found.items())
@@ -169,15 +172,69 @@ def test_loss_scale() -> None:
     assert of_all_ranks(scales) == [scales] * 2
 
 
+@pytest.mark.parametrize("name", ["1F1B", "DualPipeV", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_evaluation() -> None:
-    run = Run(mesh_of(2, 1), "1F1B", stage=3)
-    x, y = batch(0, 0)
-    last = run.stages[0].is_last
-    output = run.schedule.eval(*((x,) if run.stages[0].is_first else ()), target=y if last else None)
-    if last:
-        assert torch.allclose(output, net()(x), atol=1e-6)
-    run.train(1)
+def test_evaluation(name: str) -> None:
+    """torch itself runs the backwards of an evaluation, too, in which those of ZBV and DualPipeV fail."""
+    run = Run(mesh_of(2, 1), name, stage=3)
+    wanted, _ = plain(2, 1)
+    for step in range(2):
+        x, y = batch(0, 0)
+        first, last = (any(getattr(one, kind) for one in run.stages) for kind in ("is_first", "is_last"))
+        weights = zeropp.full_state_dict(run.chunks)
+        output = run.schedule.eval(*((x,) if first else ()), target=y if last else None)
+        if last and step == 0:
+            assert torch.allclose(output, net()(x), atol=1e-6)
+        assert all(torch.equal(weights[name], one) for name, one in zeropp.full_state_dict(run.chunks).items())
+        run.forward_backward(step)
+        run.optimizer.clip_grad_norm_(CLIP)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    require_close(zeropp.full_state_dict(run.chunks), wanted, BOUND)
+
+
+def compiled_net() -> nn.Sequential:
+    model = net()
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "when"),
+    [
+        ("1F1B", 3, "before"),
+        ("Interleaved1F1B", 2, "after"),
+        pytest.param("GPipe", 3, "after", marks=pytest.mark.slow),
+        pytest.param("LoopedBFS", 1, "before", marks=pytest.mark.slow),
+        pytest.param("1F1B", 3, "after", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(4)
+def test_compiled_layers(name: str, stage: int, when: str) -> None:
+    """Compiled before and after prepare: weights and norms of one process."""
+    wanted, norms = _plain(3, 2, MICRO)
+    run = Run(mesh_of(2, 2), name, build=compiled_net if when == "before" else net, stage=stage)
+    for layer in (one for chunk in run.chunks for one in chunk if when == "after"):
+        layer.compile(backend="aot_eager")
+    found, own_norms = run.train(3)
+    assert own_norms == pytest.approx(norms, rel=1e-5)
+    require_close(found, wanted, BOUND)
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@on_ranks(2)
+def test_compiled_layers_are_refused_where_backwards_are_split(name: str) -> None:
+    """On every rank before anything is sent. A compiled backward gives gradients of inputs and of weights at once."""
+    for build in (compiled_net, net):
+        run = Run(mesh_of(2, 1), name, build=build, stage=2)
+        if build is net:
+            list(run.chunks[1])[-2].compile(backend="eager")
+        told = sentence(lambda run=run: run.forward_backward(0), zeropp.ConfigError)
+        assert "is compiled, and the schedule splits backwards" in told and "use ScheduleGPipe, Schedule1F1B" in told, (
+            told
+        )
+    of_all_ranks(None)
 
 
 @on_ranks(2)

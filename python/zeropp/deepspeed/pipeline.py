@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's pipelines over torch's 1F1B (:func:`zeropp.parallel.pipeline`): a PipelineModule, and the steps of its engine.
+"""DeepSpeed's pipelines over torch's 1F1B and DualPipeV (:func:`zeropp.parallel.pipeline`): a PipelineModule, and the steps of its engine.
 
     model = PipelineModule([LayerSpec(nn.Linear, 8, 8), F.relu, LayerSpec(nn.Linear, 8, 8)], num_stages=2, loss_fn=loss_fn)
     engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -15,20 +15,21 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV
 from torch.utils.checkpoint import checkpoint
 
 from zeropp.config.deepspeed_json import accept_only, refuse_unknown, section_of
 from zeropp.deepspeed import dimensions
 from zeropp.deepspeed.engine import Engine
 from zeropp.errors import ConfigError, counted, what_it_is
-from zeropp.parallel.cut import balanced
+from zeropp.parallel.cut import Chunks, balanced, stage_indices
 from zeropp.parallel.pipeline import pipeline, stages
 
 _ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -174,6 +175,8 @@ class PipelineModule(nn.Module):
         zeropp.ConfigError: fewer layers than stages, ranks that the stages do not divide, or another axis in the topology.
     """
 
+    _chunks = 1  # of a rank
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -203,53 +206,71 @@ class PipelineModule(nn.Module):
             )
         self.stage_id = self.mesh.get_local_rank("pp")
         self._layer_specs = list(layers)
-        self.parts = _bounds(self._layer_specs, self.num_stages, partition_method)
-        self.activation_checkpoint_interval = activation_checkpoint_interval
-        self._recompute = activation_checkpoint_func or functools.partial(checkpoint, use_reentrant=False)
-        self._recomputed = None if checkpointable_layers is None else tuple(checkpointable_layers)
+        self.parts = _bounds(self._layer_specs, self.num_stages * self._chunks, partition_method)
+        self._recomputation = _Recomputation(
+            activation_checkpoint_interval,
+            activation_checkpoint_func or functools.partial(checkpoint, use_reentrant=False),
+            None if checkpointable_layers is None else tuple(checkpointable_layers),
+        )
         self.tied_modules = nn.ModuleDict()
-        seed = (seed_fn or torch.manual_seed) if seed_layers else None
-        first, end = self.parts[self.stage_id : self.stage_id + 2]
         self.forward_funcs: list[Callable[..., Any]] = []
-        for index in range(first, end):
+        self._build((seed_fn or torch.manual_seed) if seed_layers else None, base_seed)
+        shared = (name for name, _ in self.named_parameters() if name.startswith("tied_modules."))
+        self._zeropp_tied = [[name] for name in shared]  # zero/model/tied.py
+
+    def _build(self, seed: Callable[[int], Any] | None, base_seed: int) -> None:
+        """Build the layers of this rank."""
+        self.forward_funcs += self._layers_of(self.stage_id, self, seed, base_seed)
+
+    def _layers_of(
+        self, stage: int, owner: Any, seed: Callable[[int], Any] | None, base_seed: int
+    ) -> list[Callable[..., Any]]:
+        """Return what runs the layers of a stage, whose modules ``owner`` gets."""
+        funcs = []
+        for index in range(*self.parts[stage : stage + 2]):
             if seed is not None:
                 seed(base_seed + index)
-            self.forward_funcs.append(self._built(index, self._layer_specs[index]))
-        shared = self.tied_modules.named_parameters(prefix="tied_modules")
-        self._zeropp_tied = [[name] for name, _ in shared]  # zero/model/tied.py
+            funcs.append(self._built(index, self._layer_specs[index], owner))
+        return funcs
 
-    def _built(self, index: int, layer: Any) -> Callable[..., Any]:
+    def _built(self, index: int, layer: Any, owner: Any) -> Callable[..., Any]:
         """Return what runs a layer; its module gets its number, or the key that it shares, as its name."""
         if isinstance(layer, TiedLayerSpec):
-            if layer.key not in self.tied_modules:
-                self.tied_modules[layer.key] = layer.build()
-            module = self.tied_modules[layer.key]
+            if layer.key not in owner.tied_modules:
+                owner.tied_modules[layer.key] = self._tied(layer)
+            module = owner.tied_modules[layer.key]
             return module if layer.forward_fn is None else functools.partial(layer.forward_fn, module)
         if isinstance(layer, LayerSpec):
             layer = layer.build()
         if isinstance(layer, nn.Module):
-            self.add_module(str(index), layer)
+            owner.add_module(str(index), layer)
         elif not callable(layer):
             raise ConfigError(
                 f"PipelineModule: layer {index} is {what_it_is(layer)}; wanted a LayerSpec, a module or a function"
             )
         return layer  # type: ignore[no-any-return]
 
+    def _tied(self, layer: TiedLayerSpec) -> nn.Module:
+        """Return the module of a key that a stage of this rank has not met yet."""
+        return layer.build()
+
     def forward(self, *inputs: Any) -> Any:
         """Run this stage's layers; several inputs are one tuple to the first of them, as in DeepSpeed."""
-        x = inputs[0] if len(inputs) == 1 else inputs
-        every = self.activation_checkpoint_interval
-        if every <= 0 or not torch.is_grad_enabled():
-            return _through(self.forward_funcs, x)
-        for at in range(0, len(self.forward_funcs), every):
-            part = self.forward_funcs[at : at + every]
-            x = self._recompute(_Run(part), *_tuple(x)) if self._can_recompute(part) else _through(part, x)
-        return x
+        return self._recomputation.run(self.forward_funcs, inputs)
 
-    def _can_recompute(self, part: Sequence[Callable[..., Any]]) -> bool:
-        if self._recomputed is not None:
-            return all(type(one).__name__ in self._recomputed for one in part)
-        return any(isinstance(one, nn.Module) and any(True for _ in one.parameters()) for one in part)
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """Return how many layers are computed again together in the backward; 0: none."""
+        return self._recomputation.every
+
+    @property
+    def last_stage_id(self) -> int:
+        """Return the rank of the pipeline that has the last layer, and computes the loss."""
+        return self.num_stages - 1
+
+    def schedule(self, micro_batches: int, loss_fn: Callable[..., Any] | None) -> Any:
+        """Return torch's schedule of so many micro-batches, once the module is prepared."""
+        return Schedule1F1B(stages(self, self.mesh["pp"])[0], micro_batches, loss_fn=loss_fn)
 
     def partitions(self) -> list[int]:
         """Return the first layer of each stage, and the number of layers."""
@@ -257,7 +278,7 @@ class PipelineModule(nn.Module):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that has a layer."""
-        return next(at for at in range(self.num_stages) if self.parts[at] <= layer_idx < self.parts[at + 1])
+        return next(at for at in range(len(self.parts) - 1) if self.parts[at] <= layer_idx < self.parts[at + 1])
 
     def topology(self) -> ProcessTopology:
         return self._topo
@@ -266,11 +287,109 @@ class PipelineModule(nn.Module):
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        self.activation_checkpoint_interval = interval
+        self._recomputation.every = interval
 
     def mpu(self) -> Any:
         """Return the groups of ranks of the pipeline."""
         return dimensions
+
+
+class DualPipeVModule(PipelineModule):
+    """A sequence of layers in twice as many parts as there are ranks, which torch's DualPipeV runs. Rank r of P has part r and part
+    2 P - 1 - r, so the first one reads the batches and computes the loss.
+
+    Args:
+        As :class:`PipelineModule`. ``num_stages`` are ranks. A step has at least 2 P micro-batches.
+    """
+
+    _chunks = 2
+
+    def _build(self, seed: Callable[[int], Any] | None, base_seed: int) -> None:
+        indices = stage_indices(self.stage_id, self.num_stages, 2, "v")
+        self.phases = Chunks([_Phase(self._recomputation) for _ in indices], indices)
+        phases: list[Any] = [*self.phases]
+        for phase, index in zip(phases, indices, strict=True):
+            phase.forward_funcs += self._layers_of(index, phase, seed, base_seed)
+
+    def _tied(self, layer: TiedLayerSpec) -> nn.Module:
+        phases: Any = self.phases
+        have = (one.tied_modules[layer.key] for one in phases if layer.key in one.tied_modules)
+        return next(have, None) or layer.build()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules under the names of the whole model, which has no parts."""
+        memo = set() if memo is None else memo
+        memo.add(self)
+        yield prefix, self
+        for phase in self.phases:
+            yield from phase.named_modules(memo, prefix, remove_duplicate)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Refuse: a rank has two parts that do not follow each other.
+
+        Raises:
+            zeropp.ConfigError: always.
+        """
+        raise ConfigError(
+            "a DualPipeVModule runs in engine.train_batch(iterator) and engine.eval_batch(iterator) alone"
+        )
+
+    @property
+    def last_stage_id(self) -> int:
+        return 0
+
+    def schedule(self, micro_batches: int, loss_fn: Callable[..., Any] | None) -> Any:
+        least = 2 * self.num_stages
+        if micro_batches < least:
+            raise ConfigError(
+                f"DualPipeVModule: {micro_batches} micro-batches a step on {counted(self.num_stages, 'rank')} of the pipeline; wanted "
+                f'at least {least}: raise "gradient_accumulation_steps" (num_micro_batches of eval_batch), or use PipelineModule'
+            )
+        return ScheduleDualPipeV([*stages(self.phases, self.mesh["pp"])], micro_batches, loss_fn=loss_fn)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the rank of the pipeline that has a layer."""
+        stage = super().stage_owner(layer_idx)
+        return min(stage, 2 * self.num_stages - 1 - stage)
+
+
+class _Phase(nn.Module):
+    """One of the two parts of a rank."""
+
+    def __init__(self, recomputation: _Recomputation) -> None:
+        super().__init__()
+        self._recomputation = recomputation
+        self.tied_modules = nn.ModuleDict()
+        self.forward_funcs: list[Callable[..., Any]] = []
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._recomputation.run(self.forward_funcs, inputs)
+
+
+@dataclass
+class _Recomputation:
+    """Which layers are computed again in the backward."""
+
+    every: int
+    function: Callable[..., Any]
+    classes: tuple[str, ...] | None
+
+    def run(self, layers: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> Any:
+        """Return what layers make of inputs."""
+        x = inputs[0] if len(inputs) == 1 else inputs
+        if self.every <= 0 or not torch.is_grad_enabled():
+            return _through(layers, x)
+        for at in range(0, len(layers), self.every):
+            part = layers[at : at + self.every]
+            x = self.function(_Run(part), *_tuple(x)) if self._fits(part) else _through(part, x)
+        return x
+
+    def _fits(self, part: Sequence[Callable[..., Any]]) -> bool:
+        if self.classes is not None:
+            return all(type(one).__name__ in self.classes for one in part)
+        return any(isinstance(one, nn.Module) and any(True for _ in one.parameters()) for one in part)
 
 
 class _Run:
@@ -352,7 +471,7 @@ class PipelineSteps(Engine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._schedules: dict[Any, PipelineScheduleSingle] = {}
+        self._schedules: dict[Any, Any] = {}
         self.agg_train_loss: Tensor | None = None
         self.data_iterator: Any = None
         self._batch_fn: Callable[[Any], Any] | None = None
@@ -370,7 +489,7 @@ class PipelineSteps(Engine):
         return bool(self.stage_id == 0)
 
     def is_last_stage(self) -> bool:
-        return bool(self.stage_id == self._pipe.num_stages - 1)
+        return bool(self.stage_id == self._pipe.last_stage_id)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Set where :meth:`train_batch` takes micro-batches from."""
@@ -445,7 +564,7 @@ class PipelineSteps(Engine):
         schedule = self._schedule(len(inputs), trains=False)
         with torch.no_grad():
             self._run(schedule, inputs, labels, None)
-            outputs = list(schedule._stage.output_chunks) if self.is_last_stage() else []
+            outputs = [out for one in _stages_of(schedule) if one.is_last for out in one.output_chunks]
             result = self._result(outputs, labels, compute_loss, reduce_output)
         return (result, outputs[-1] if outputs else None) if return_logits else result
 
@@ -478,21 +597,19 @@ class PipelineSteps(Engine):
             labels.append(_moved(batch[1], self.device))
         return inputs, labels
 
-    def _schedule(self, count: int, *, trains: bool) -> PipelineScheduleSingle:
+    def _schedule(self, count: int, *, trains: bool) -> Any:
         """Return the schedule of so many micro-batches, made when it is first wanted."""
         key = (count, trains)
         if key not in self._schedules:
-            stage = stages(self.module, self._pipe.mesh["pp"])[0]
-            loss_fn = self._pipe.loss_fn or _first
-            made = Schedule1F1B(stage, count, loss_fn=loss_fn if trains else None)
+            made = self._pipe.schedule(count, (self._pipe.loss_fn or _first) if trains else None)
             self._schedules[key] = pipeline(made, loss="mean")
         return self._schedules[key]
 
     def _run(self, schedule: Any, inputs: list[Any], labels: list[Any], losses: list[Tensor] | None) -> None:
         """Run a schedule over micro-batches that are cut already, which its ``step`` would cut out of one batch."""
-        stage = schedule._stage
-        stage.has_backward = schedule._has_backward
-        stage.clear_runtime_states()
+        for stage in _stages_of(schedule):
+            stage.has_backward = schedule._has_backward
+            stage.clear_runtime_states()
         schedule._step_microbatches(inputs, [{} for _ in inputs], labels if self.is_last_stage() else None, losses)
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
@@ -512,6 +629,10 @@ class PipelineSteps(Engine):
         raise ConfigError("a PipelineModule runs in engine.train_batch(iterator) and engine.eval_batch(iterator) alone")
 
     backward = step = forward
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    return list(schedule._stages) if isinstance(schedule, PipelineScheduleMulti) else [schedule._stage]
 
 
 def _first(output: Any, label: Any) -> Any:

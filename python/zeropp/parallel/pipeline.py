@@ -19,7 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    BACKWARD_WEIGHT,
+    FORWARD,
+    OVERLAP_F_B,
+    RECV_F,
     RESHARD,
+    SEND_F,
     UNSHARD,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -31,6 +36,7 @@ from zeropp.comm.group import named_dead
 from zeropp.errors import ConfigError, Error, what_it_is
 from zeropp.parallel.cut import Chunks, place_in, stage_indices
 from zeropp.zero.engine import Engine, engine_of
+from zeropp.zero.model.forward import is_compiled
 
 S = TypeVar("S", bound=_PipelineSchedule)
 
@@ -69,7 +75,7 @@ class Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
-        core = engine_of(self.submod).core
+        core = (engine_of(self.submod) if self._chunk is None else self._chunk.engine).core
         core.release_all()
         core.reset_uses()
 
@@ -78,7 +84,7 @@ class _Chunk:
     """One chunk of a schedule: which units it has, and what it has done in this step."""
 
     def __init__(self, engine: Engine, stage: Stage, shared: set[int]) -> None:
-        self._engine, self.index = engine, stage.stage_index
+        self.engine, self.index, self.module = engine, stage.stage_index, stage.submod
         own = {index for index, unit in enumerate(engine.units) if _reads(stage.submod, unit)}
         self._units = bytes(_WITH if index in own else _WITHOUT for index in range(len(engine.units)))
         last = {index: _WITH if index in shared else _LAST for index in own}
@@ -89,18 +95,18 @@ class _Chunk:
     def hold(self) -> None:
         """Gather the chunk's units, and keep them whole (UNSHARD)."""
         if not self._holds:
-            self._engine.core.pass_hold(self._units, 1)
+            self.engine.core.pass_hold(self._units, 1)
             self._holds = True
 
     def let_go(self) -> None:
         """Keep the units whole no more (RESHARD)."""
         if self._holds:
             self._holds = False
-            self._engine.core.pass_hold(self._units, -1)
+            self.engine.core.pass_hold(self._units, -1)
 
     def scale_loss(self, bwd_kwargs: dict[str, Any]) -> None:
         """Scale the loss of the last stage where the precision is fp16."""
-        scaler, loss = self._engine.scaler, bwd_kwargs["stage_output"]
+        scaler, loss = self.engine.scaler, bwd_kwargs["stage_output"]
         if scaler.enabled:
             bwd_kwargs["stage_output"] = (
                 scaler.scaled(loss) if isinstance(loss, torch.Tensor) else tuple(map(scaler.scaled, loss))
@@ -112,9 +118,9 @@ class _Chunk:
 
         torch finds the nodes of parameters by ``p.view_as(p)``, and puts gradients of a ``weight`` into ``p.grad``.
         """
-        core, units = self._engine.core, self._last_units if last else self._units
+        core, units = self.engine.core, self._last_units if last else self._units
         if self.backwards == 0:
-            self._engine.hook_order()
+            self.engine.hook_order()
             if kind != "full":
                 self._refuse_hooks()
         if kind == "full":
@@ -134,12 +140,12 @@ class _Chunk:
 
     def _settle(self) -> None:
         """Bring gradients of DTensors to their placement, because no hook runs where torch puts them into ``p.grad``."""
-        for arrivals in self._engine.arrivals:
+        for arrivals in self.engine.arrivals:
             arrivals.settle()
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks of others that a split backward leaves out."""
-        engine = self._engine
+        engine = self.engine
         own = [unit for index, unit in enumerate(engine.units) if self._units[index] == _WITH and unit.trainable]
         with torch._C.DisableTorchFunctionSubclass():
             entries = (entry for unit in own for entry in unit.params)
@@ -165,6 +171,8 @@ class _Step:
     chunks: list[_Chunk]
     each: bool
     parts: int
+    splits: bool
+    """True if the schedule splits backwards into those for inputs and those for weights."""
     shapes: list[torch.Size] | None = None
     """Of the inputs of a micro-batch; None: no step ran yet."""
 
@@ -186,6 +194,8 @@ class _Step:
         """Surround all micro-batches of one step: their backwards are one pass."""
         core, scaler = self.engine.core, self.engine.scaler
         self.engine.ties.require_cleared()
+        if self.splits:
+            self._refuse_compiled()
         core.pass_open(self.each, self.parts)
         before = core.backwards
         for chunk in self.chunks:
@@ -201,10 +211,22 @@ class _Step:
         scaler.backwards += core.backwards - before
 
     @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self, schedule: Any) -> Iterator[None]:
         """Surround all micro-batches of an evaluation."""
-        with torch.no_grad(), self._holding(), self._named_dead():
+        with torch.no_grad(), self._holding(), self._named_dead(), _forwards_alone(schedule):
             yield
+
+    def _refuse_compiled(self) -> None:
+        """Refuse compiled modules, whose backward is one function."""
+        for chunk in self.chunks:
+            found = (name for name, module in chunk.module.named_modules() if is_compiled(module))
+            name = next(found, None)
+            if name is not None:
+                raise ConfigError(
+                    f"pipeline: module '{name or '(stage)'}' of stage {chunk.index} is compiled, and the schedule splits backwards into those "
+                    "for inputs and those for weights, which a compiled backward computes together; use ScheduleGPipe, Schedule1F1B, "
+                    "ScheduleLoopedBFS or ScheduleInterleaved1F1B, or leave the modules as they are"
+                )
 
     def _named_dead(self) -> contextlib.AbstractContextManager[None]:
         return named_dead(self.engine.comm if self.engine.job is None else self.engine.job)
@@ -227,6 +249,26 @@ class _Step:
                 )
 
 
+@contextlib.contextmanager
+def _forwards_alone(schedule: Any) -> Iterator[None]:
+    """Leave backwards out of a schedule. torch runs them in an evaluation, too, in which those of ZBV and DualPipeV fail."""
+    if not isinstance(schedule, _PipelineScheduleRuntime):
+        yield
+        return
+    whole = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {rank: list(_forwards_of(actions)) for rank, actions in whole.items()}
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = whole
+
+
+def _forwards_of(actions: Sequence[Any]) -> Iterator[Any]:
+    for action in actions:
+        parts = action.sub_actions if action.computation_type == OVERLAP_F_B else (action,)
+        yield from (one for one in parts if one.computation_type in (FORWARD, RECV_F, SEND_F, UNSHARD, RESHARD))
+
+
 def _shown(shapes: Sequence[torch.Size]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes)
 
@@ -240,7 +282,7 @@ def _class_for(original: type) -> type:
     def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._zeropp
         step.require_shapes((args[0] if args else kwargs.get("arg_mbs")) or ())
-        with step.run(self._n_microbatches) if self._has_backward else step.evaluation():
+        with step.run(self._n_microbatches) if self._has_backward else step.evaluation(self):
             return original._step_microbatches(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     if original not in _classes:
@@ -281,12 +323,21 @@ def pipeline(schedule: S, reduce: str = "last", loss: str | None = None, gather:
     mean = schedule.scale_grads if loss is None else loss == "mean"
     parts = schedule._n_microbatches if mean else 1
     chunks = _adopt(stages, engine)
-    schedule._zeropp = _Step(engine, chunks, reduce == "each", parts)  # type: ignore[attr-defined]
+    schedule._zeropp = _Step(engine, chunks, reduce == "each", parts, _splits(schedule))  # type: ignore[attr-defined]
     if isinstance(schedule, _PipelineScheduleRuntime) and gather != "use" and (gather or not engine.params.in_file):
         _follow(schedule, {chunk.index: chunk for chunk in chunks})
     schedule.__class__ = _class_for(type(schedule))
     engine.core.require_pass()
     return schedule
+
+
+def _splits(schedule: Any) -> bool:
+    """Return True if any rank of a schedule runs backwards for weights alone."""
+    orders = getattr(schedule, "pipeline_order", {}).values()
+    actions = (
+        one for order in orders for action in order if action is not None for one in action.sub_actions or (action,)
+    )
+    return any(one.computation_type == BACKWARD_WEIGHT for one in actions)
 
 
 def _follow(schedule: _PipelineScheduleRuntime, chunks: Mapping[int, _Chunk]) -> None:
@@ -332,7 +383,10 @@ def _stages_of(schedule: Any) -> list[Any]:
 
 
 def _engine_of(stages: list[Any]) -> Engine:
-    engines = [engine_of(stage.submod) for stage in stages]
+    own = [
+        stage for stage in stages if any(True for _ in stage.submod.parameters())
+    ]  # a stage may be an activation alone
+    engines = [engine_of(stage.submod) for stage in own or stages]
     if any(engine is not engines[0] for engine in engines):
         raise ConfigError(
             "pipeline: the chunks of this rank were prepared one by one; put them into zeropp.parallel.Chunks and prepare that, so that they "

@@ -74,8 +74,9 @@ _SPARSITY = (
 WORKS: dict[str, dict[str, str]] = {
     "deepspeed": {
         "comm": "init_distributed",
-        "modules": "initialize add_config_arguments DeepSpeedEngine DeepSpeedOptimizer PipelineEngine __zeropp__",
-        "zeropp.deepspeed.pipeline": "PipelineModule",
+        "modules": "initialize add_config_arguments DeepSpeedEngine DeepSpeedOptimizer PipelineEngine DualPipeVEngine=PipelineEngine "
+        "__zeropp__",
+        "zeropp.deepspeed.pipeline": "PipelineModule DualPipeVModule",
         "accelerator": "get_accelerator",
         "logs": "logger log_dist",
         "helpers": "OnDevice DeepSpeedConfigError is_compile_supported",
@@ -127,8 +128,9 @@ WORKS: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"zeropp.deepspeed.data_analyzer": "DataAnalyzer"},
     "deepspeed.runtime.lr_schedules": {"zeropp.deepspeed.schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"},
-    "deepspeed.pipe": {"zeropp.deepspeed.pipeline": "PipelineModule LayerSpec TiedLayerSpec"},
+    "deepspeed.pipe": {"zeropp.deepspeed.pipeline": "PipelineModule DualPipeVModule LayerSpec TiedLayerSpec"},
     "deepspeed.runtime.pipe": {"zeropp.deepspeed.pipeline": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
+    "deepspeed.runtime.pipe.dualpipev": {"zeropp.deepspeed.pipeline": "DualPipeVModule", "modules": "DualPipeVEngine=PipelineEngine"},
     "deepspeed.runtime.pipe.engine": {"modules": "PipelineEngine"},
     "deepspeed.runtime.pipe.module": {"zeropp.deepspeed.pipeline": "PipelineModule LayerSpec TiedLayerSpec"},
     "deepspeed.runtime.pipe.topology": {

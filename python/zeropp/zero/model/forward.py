@@ -48,6 +48,14 @@ def trigger_of(module: nn.Module, core: Any) -> Any:
     return None if core is None else _put_trigger(module, core, ())
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True if torch.compile made what runs the module's forward, before or after it was prepared."""
+    call: Any = module._compiled_call_impl
+    while isinstance(call, (WrappedCall, _C.Trigger)):
+        call = call.inner if isinstance(call, WrappedCall) else call.call
+    return hasattr(call, "_torchdynamo_orig_callable") or type(module).__name__ == "OptimizedModule"
+
+
 #: torch's own modules that return one tensor and let nothing else out: all that autograd saves in them lies behind it.
 _LEAVES = (
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d,
