@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
+from typing import Any
 
 import pytest
 from ranks import of_all_ranks, on_ranks
@@ -14,8 +16,9 @@ HEADS = ((4, 2), (6, 1), (5, 5))
 ALL = [
     (family, impl, kind, heads)
     for family, impl, kind, heads in itertools.product(("llama", "qwen3", "mistral", "gemma"), ("sdpa", "eager"), KINDS, HEADS)
-    if "window" not in kind or family in ("mistral", "gemma")
+    if ("window" not in kind or family in ("mistral", "gemma")) and (family, impl) != ("gemma", "sdpa")
 ]  # fmt: skip
+"""transformers refuses Gemma2 with sdpa, which has no soft caps."""
 SAMPLED = {
     ("llama", "sdpa", "plain", (4, 2)), ("llama", "sdpa", "plain", (6, 1)), ("llama", "eager", "plain", (5, 5)),
     ("llama", "sdpa", "padding", (4, 2)), ("qwen3", "sdpa", "packed", (4, 2)), ("qwen3", "eager", "padding", (6, 1)),
@@ -68,6 +71,10 @@ def test_beside_deepspeeds() -> None:
 
     tokens, half, plain = 30, 15, ALL_ATTENTION_FUNCTIONS["sdpa"]  # equal parts, which DeepSpeed needs
     cut = slice(half * dist.get_rank(), half * (dist.get_rank() + 1))
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: (
+        None
+    )  # an all-reduce in shared memory, which is compiled for minutes on a busy machine
     deepspeed.comm.init_distributed(verbose=False)
     UlyssesSPAttentionHF.register_with_transformers(
         cut_models.model("mistral", 4, 2, "sdpa"), "sdpa", 2, micro_batch_size=2
