@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import zeropp
 from moe_models import batch, loss_of
 from ranks import of_all_ranks, on_ranks
 from safetensors.torch import load_file
+from torch import nn
+from zeropp.files.hub_names import reading_rows
 
 
 @contextmanager
@@ -56,8 +59,8 @@ def counted_reads(seen: list[int]) -> Iterator[None]:
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_from_pretrained_reads_a_ranks_own_rows(name: str) -> None:
-    """Of matrices and of experts, which GptOss has in one tensor also in its files, each rank reads 1/2; the model is the one that was
-    saved."""
+    """Of vectors, matrices and experts, which GptOss has in one tensor also in its files, each rank reads 1/2; the model is the one that
+    was saved."""
     import transformers
 
     with on_the_hub(name) as (folder, plain):
@@ -68,8 +71,8 @@ def test_from_pretrained_reads_a_ranks_own_rows(name: str) -> None:
             )
         named = dict(plain.named_parameters())
         assert any(p.dim() == 3 for p in named.values())
-        rows = [(p.nbytes, p[0].nbytes) for p in named.values() if p.dim() > 1]
-        wanted = sum(p.nbytes for p in named.values() if p.dim() < 2) + sum(size for size, _ in rows) // 2
+        rows = [(p.nbytes, p[0].nbytes) for p in named.values()]
+        wanted = sum(size for size, _ in rows) // 2
         assert wanted <= sum(seen) <= wanted + sum(row for _, row in rows)  # a row may be cut between ranks
         model, _ = zeropp.prepare(model.train(), None, zeropp.Config(experts=2))
         for path, value in zeropp.full_state_dict(model).items():
@@ -151,3 +154,49 @@ def test_load_full_state_dict_reads_a_ranks_own_experts() -> None:
         }
         values = zeropp.full_state_dict(model)
         assert [n for n, p in plain.named_parameters() if not torch.equal(values[n], p)] == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("case", ["joined", "joined beside", "cut", "turned", "interleaved", "mixed"])
+def test_rules_that_join_and_cut_read_a_ranks_own_rows(case: str, rank: int) -> None:
+    """A third of the bytes, and the values of transformers' own conversion in these rows; a rule that mixes rows reads all of them."""
+    from transformers import core_model_loading as core
+
+    draw = torch.Generator().manual_seed(0)
+    operations, sources, targets, files = {
+        "joined": ([core.Concatenate(dim=0)], ["q", "k", "v"], ["qkv"], [(6, 4), (3, 4), (3, 4)]),
+        "joined beside": ([core.Concatenate(dim=1)], ["a", "b"], ["ab"], [(12, 4), (12, 2)]),
+        "cut": ([core.Chunk(dim=0)], ["qkv"], ["q", "k", "v"], [(36, 4)]),
+        "turned": ([core.Transpose(1, 2)], ["experts"], ["turned"], [(12, 4, 2)]),
+        "interleaved": ([core.Interleave(dim=1)], ["rope"], ["turned"], [(12, 4)]),
+        "mixed": ([core.Interleave(dim=0)], ["rope"], ["turned"], [(12, 4)]),
+    }[case]
+    values = [torch.randn(shape, generator=draw) for shape in files]
+    seen: list[int] = []
+    whole, mine = ({}, {})
+    for found, rows in ((whole, None), (mine, slice(4 * rank, 4 * rank + 4))):
+        rule = core.WeightConverter(source_patterns=sources, target_patterns=targets, operations=operations)
+        model = nn.Module()
+        for name in targets:
+            shape = (whole[name].shape if whole else values[0].shape) if targets else ()
+            model.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+        noted: list[torch.Tensor] = []
+        reading = (
+            contextlib.nullcontext()
+            if rows is None
+            else reading_rows(lambda _, rows=rows: (rows.start, rows.stop), noted.append)
+        )
+        with reading, counted_reads(seen):
+            seen.clear()
+            for source, tensor in zip(sources, values, strict=True):
+                rule.add_tensor(targets[0], source, source, core.spawn_materialize(None, tensor))
+            made = rule.convert(targets[0], model=model, config=None)
+        found.update({name: one[0] if isinstance(one, list) else one for name, one in made.items()})
+    assert mine.keys() == whole.keys()
+    bytes_of_all = sum(tensor.nbytes for tensor in values)
+    assert sum(seen) == (bytes_of_all if case == "mixed" else bytes_of_all // 3)
+    own = slice(4 * rank, 4 * rank + 4)
+    assert all(torch.equal(mine[name][own], one[own]) for name, one in whole.items())
+    assert {one.data_ptr() for one in noted} == (
+        set() if case == "mixed" else {one.data_ptr() for one in mine.values()}
+    )

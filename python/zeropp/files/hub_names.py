@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,23 @@ def merges_rows(converter: Any) -> bool:
     dims = [dim for one in later for key in ("dim", "dim0", "dim1") if (dim := getattr(one, key, None)) is not None]
     known = all(type(one).__name__ in _LATER and not getattr(one, "check_dims", False) for one in later)
     return known and all(dim > 0 for dim in dims)
+
+
+def keeps_rows(converter: Any) -> bool:
+    """Return True if row i of the one tensor that a converter makes comes from row i of each of its tensors."""
+    operations = getattr(converter, "operations", None) or []
+    dims = [
+        dim for one in operations for key in ("dim", "dim0", "dim1") if (dim := getattr(one, key, None)) is not None
+    ]
+    known = all(type(one).__name__ in _LATER and not getattr(one, "check_dims", False) for one in operations)
+    return bool(operations) and known and all(dim > 0 for dim in dims) and len(converter.target_patterns) == 1
+
+
+def _alone_at_rows(converter: Any, name: str) -> bool:
+    """Return True if a converter has one operation, of this name, along the first dimension, of as many tensors as it says."""
+    first, *later = getattr(converter, "operations", None) or [None]
+    along = getattr(first, "dim", None) == 0 and getattr(first, "num_shards_attribute", None) is None
+    return type(first).__name__ == name and along and not later
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -163,13 +181,14 @@ class _Rows:
 def reading_rows(
     wanted: Callable[[Sequence[int]], tuple[int, int]], made: Callable[[torch.Tensor], None]
 ) -> Iterator[None]:
-    """Inside, ``from_pretrained`` reads some rows of each parameter of two dimensions or more: those that this rank keeps.
+    """Inside, ``from_pretrained`` reads some rows of each parameter, of a vector some elements: those that this rank keeps.
 
     Args:
         wanted: returns for a shape the first row and the one after the last.
         made: is given each tensor of which only these rows have values.
 
-    Tensors are read whole where a rule mixes rows, a quantiser wants them all, or the file has another shape, which transformers refuses.
+    Tensors are read whole where a rule mixes rows, other than by cutting or joining tensors along the first dimension, a quantiser wants
+    them all, or the file has another shape, which transformers refuses.
     """
     core = rules()
     if core is None:
@@ -178,18 +197,20 @@ def reading_rows(
     before = core.WeightConverter.convert, core.WeightRenaming.convert, core.spawn_materialize
 
     def convert_rows(self: Any, layer_name: str, model: Any = None, **more: Any) -> Any:
-        lists, shape = self.collected_tensors, _shape_of(self, model, layer_name, more)
-        if shape is None or not merges_rows(self) or {len(items) for items in lists.values()} != {shape[0]}:
-            return before[0](self, layer_name, model=model, **more)
-        rows = slice(*wanted(shape))
-        for pattern, items in list(lists.items()):
-            lists[pattern] = items[rows]
-        return placed(before[0](self, layer_name, model=model, **more), shape, rows.start)
+        shape = _shape_of(self, model, layer_name, more)
+        rows = slice(*wanted(shape)) if shape else slice(0)
+        took = _take(self, shape, rows)
+        found = before[0](self, layer_name, model=model, **more)
+        if took is not _take_parts:
+            return placed(found, shape, rows.start) if shape and took else found
+        for one in found.values():
+            made(one[0])
+        return found
 
     def rename_rows(self: Any, layer_name: str, model: Any = None, **more: Any) -> Any:
         items, shape = next(iter(self.collected_tensors.values())), _shape_of(self, model, layer_name, more)
         read = getattr(items[0], "rows", None)
-        if shape is None or read is None or len(shape) < 2 or getattr(items[0], "shape", None) != tuple(shape):
+        if not shape or read is None or getattr(items[0], "shape", None) != tuple(shape):
             return before[1](self, layer_name, model=model, **more)
         rows = slice(*wanted(shape))
         items[:] = [lambda: read(rows)]
@@ -214,6 +235,77 @@ def reading_rows(
         yield
     finally:
         core.WeightConverter.convert, core.WeightRenaming.convert, core.spawn_materialize = before
+
+
+def _take(rule: Any, shape: torch.Size | None, rows: slice) -> Any:
+    """Let a rule read these rows of a parameter alone. Return the function by which it does; None: it reads whole tensors."""
+    if not shape:
+        return None
+    ways = (_take_tensors, _take_rows, _take_parts)
+    return next((way for way in ways if way(rule, rule.collected_tensors, shape, rows)), None)
+
+
+def _take_tensors(rule: Any, lists: dict[str, list[Any]], shape: torch.Size, rows: slice) -> bool:
+    """Let a rule of which a row is made of tensors of its own read those. Return False, and change nothing, for another one."""
+    if not merges_rows(rule) or {len(items) for items in lists.values()} != {shape[0]}:
+        return False
+    lists.update({pattern: items[rows] for pattern, items in lists.items()})
+    return True
+
+
+def _take_rows(rule: Any, lists: dict[str, list[Any]], shape: torch.Size, rows: slice) -> bool:
+    """Let a rule read rows of each of its tensors. Return False, and change nothing, for one that mixes rows."""
+    patterns = [pattern for pattern in rule.source_patterns if pattern in lists]
+    items = [item for pattern in patterns for item in lists[pattern]]
+    heights = [
+        (getattr(item, "shape", None) or (-1 << 62,))[0] for item in items
+    ]  # of a scalar, or read by threads: none that fits
+    begins = _first_rows(rule, heights, shape[0])
+    if begins is None or len(patterns) != len(lists):
+        return False
+    found = (_within(item, begin, rows) for item, begin in zip(items, begins, strict=True))
+    for pattern in patterns:
+        lists[pattern] = list(itertools.islice(found, len(lists[pattern])))
+    return True
+
+
+def _first_rows(rule: Any, heights: list[int], height: int) -> list[int] | None:
+    """Return where the first row of each of a rule's tensors is in what it makes; None where it mixes rows."""
+    if keeps_rows(rule) and set(heights) == {height}:
+        return [0] * len(heights)
+    if _alone_at_rows(rule, "Concatenate") and sum(heights) == height:
+        return [sum(heights[:at]) for at in range(len(heights))]
+    return None
+
+
+def _within(item: Any, first: int, rows: slice) -> Callable[[], torch.Tensor | None]:
+    """Return what reads those of these rows that a tensor in a file has, the first of which has the number ``first``."""
+    begin, end = max(rows.start - first, 0), min(rows.stop - first, item.shape[0])
+    return lambda: item.rows(slice(begin, end)) if begin < end else None
+
+
+def _take_parts(rule: Any, lists: dict[str, list[Any]], shape: torch.Size, rows: slice) -> bool:
+    """Let a rule that cuts one tensor into several of this shape read these rows of each. Return False, and change nothing, where it is
+    another one."""
+    items = [item for listed in lists.values() for item in listed]
+    parts = len(rule.target_patterns)
+    whole = (parts * shape[0], *shape[1:])
+    if len(items) != 1 or getattr(items[0], "shape", None) != whole or not _alone_at_rows(rule, "Chunk"):
+        return False
+
+    def read() -> torch.Tensor:
+        first = items[0].rows(rows)
+        values = torch.empty(
+            whole, dtype=first.dtype, device=first.device
+        )  # nobody touches the pages of the other rows
+        values[rows] = first
+        for part in range(1, parts):
+            own = slice(part * shape[0] + rows.start, part * shape[0] + rows.stop)
+            values[own] = items[0].rows(own)
+        return values
+
+    lists[next(iter(lists))] = [read]
+    return True
 
 
 def _among(rows: torch.Tensor, shape: torch.Size, first: int, made: Callable[[torch.Tensor], None]) -> torch.Tensor:
