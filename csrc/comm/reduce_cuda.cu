@@ -13,58 +13,6 @@
 #include "../ops/round.h"
 #include "reduce_cuda.h"
 
-/* 16 bytes of any array: one load on CUDA. */
-struct word {
-    uint32_t bits[4];
-}
-#ifdef __CUDACC__
-__attribute__((aligned(16)))
-#else
-__attribute__((may_alias))
-#endif
-;
-
-static __device__ __forceinline__ float half_value(uint32_t bits, int kind) {
-    if (kind == ZPP_CUDA_BF16) return __uint_as_float(bits << 16);
-    return __half2float(__ushort_as_half((unsigned short)bits));
-}
-
-static __device__ __forceinline__ unsigned short half_bits(float value, int kind) {
-    return kind == ZPP_CUDA_BF16 ? zpp_cuda_bf16_of(value) : __half_as_ushort(__float2half_rn(value));
-}
-
-/* Elements [begin, begin + WIDTH) of an aligned array; begin is a multiple of WIDTH. */
-static __device__ __forceinline__ void load_words(const void *from, int kind, uint64_t begin, float *out) {
-    if (kind == ZPP_CUDA_F32) {
-        const struct word *words = (const struct word *)((const float *)from + begin);
-        const struct word low = words[0], high = words[1];
-        for (int i = 0; i < 4; ++i) out[i] = __uint_as_float(low.bits[i]);
-        for (int i = 0; i < 4; ++i) out[4 + i] = __uint_as_float(high.bits[i]);
-        return;
-    }
-    const struct word word = *(const struct word *)((const unsigned short *)from + begin);
-    for (int i = 0; i < 4; ++i) {
-        out[2 * i] = half_value(word.bits[i] & 0xffffu, kind);
-        out[2 * i + 1] = half_value(word.bits[i] >> 16, kind);
-    }
-}
-
-static __device__ __forceinline__ void store_words(void *to, int kind, uint64_t begin, const float *value) {
-    if (kind == ZPP_CUDA_F32) {
-        struct word *words = (struct word *)((float *)to + begin), low, high;
-        for (int i = 0; i < 4; ++i) low.bits[i] = __float_as_uint(value[i]);
-        for (int i = 0; i < 4; ++i) high.bits[i] = __float_as_uint(value[4 + i]);
-        words[0] = low, words[1] = high;
-        return;
-    }
-    struct word word;
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t low = half_bits(value[2 * i], kind), high = half_bits(value[2 * i + 1], kind);
-        word.bits[i] = low | high << 16;
-    }
-    *(struct word *)((unsigned short *)to + begin) = word;
-}
-
 /* Scale the sums and add what dst has; true if a result is not finite. */
 static __device__ __forceinline__ bool finish(const struct zpp_sum_cuda_args *args, uint32_t count, const float *old,
                                               float *total) {
@@ -79,15 +27,15 @@ static __device__ __forceinline__ bool finish(const struct zpp_sum_cuda_args *ar
 
 static __device__ __forceinline__ bool sum_words(const struct zpp_sum_cuda_args *args, uint64_t begin) {
     float total[ZPP_SUM_CUDA_WIDTH], next[ZPP_SUM_CUDA_WIDTH];
-    load_words(args->src[0], args->kind, begin, total);
+    zpp_cuda_load8(args->src[0], args->kind, begin, total);
 #pragma unroll 4
     for (uint32_t r = 1; r < args->sources; ++r) {
-        load_words(args->src[r], args->kind, begin, next);
+        zpp_cuda_load8(args->src[r], args->kind, begin, next);
         for (int i = 0; i < ZPP_SUM_CUDA_WIDTH; ++i) total[i] = ZPP_ADD(total[i], next[i]);
     }
-    if (args->accumulate) load_words(args->dst, args->dst_kind, begin, next);
+    if (args->accumulate) zpp_cuda_load8(args->dst, args->dst_kind, begin, next);
     const bool nonfinite = finish(args, ZPP_SUM_CUDA_WIDTH, next, total);
-    store_words(args->dst, args->dst_kind, begin, total);
+    zpp_cuda_store8(args->dst, args->dst_kind, begin, total);
     return nonfinite;
 }
 

@@ -221,54 +221,64 @@ static void plan_peers(struct peer_case *of) {
     zpp_moe_peer_plan(&choices, of->counts, &plan);
 }
 
-static void check_peers(const struct peer_case *of, zpp_dtype dtype) {
-    const size_t row_bytes = WIDTH * zpp_dtype_bytes(dtype), own = of->tokens[1] * PEER_K;
-    const void *const bases[PEERS] = { x, (char *)x + 20 * row_bytes, buffer };
+enum { PEER_WIDTH = 1048 }; /* more than a block has at once */
+_Alignas(16) static float peer_x[PEERS][PEER_TOKENS * PEER_WIDTH], peer_made[PEER_ROWS * PEER_WIDTH];
+struct peer_moved {
+    _Alignas(16) float buffer[PEER_ROWS * PEER_WIDTH], grad_buffer[PEER_ROWS * PEER_WIDTH];
+    _Alignas(16) float y[PEER_TOKENS * PEER_WIDTH], dots[PEER_ROWS], picked[PEER_TOKENS * PEER_K];
+};
+static struct peer_moved want_peer, got_peer;
+
+static void move_on_cuda(struct zpp_peers_cuda_args *args, const struct peer_case *of) {
+    args->out = got_peer.buffer;
+    cuda_loop(zpp_moe_peer_cuda_gather_thunk, args, of->here, ZPP_PEERS_CUDA_THREADS);
+    args->out = got_peer.grad_buffer, args->values = got_peer.dots;
+    cuda_run(zpp_moe_peer_cuda_scale_thunk, args, of->here, ZPP_PEERS_CUDA_THREADS);
+    args->out = got_peer.y;
+    cuda_loop(zpp_moe_peer_cuda_sum_thunk, args, of->tokens[1], ZPP_PEERS_CUDA_THREADS);
+    args->values = got_peer.picked;
+    cuda_loop(zpp_moe_peer_cuda_pick_thunk, args, 1, ZPP_PEERS_CUDA_THREADS);
+}
+
+static void check_peers(const struct peer_case *of, zpp_dtype dtype, size_t width, bool weighted) {
+    const size_t row_bytes = width * zpp_dtype_bytes(dtype), own = of->tokens[1] * PEER_K;
+    const void *const bases[PEERS] = { peer_x[0], peer_x[1], peer_x[2] };
     const float *const weights_of[PEERS] = { weights, weights + 30, weights };
-    const struct zpp_moe_peer_rows rows = { bases, PEERS, PEER_K, WIDTH, dtype };
-    const struct zpp_moe_peer_scale scale = { weights_of, grad_y, want_moved.grad_weights };
+    const struct zpp_moe_peer_rows rows = { bases, PEERS, PEER_K, width, dtype };
+    const struct zpp_moe_peer_scale scale = { weights_of, peer_made, want_peer.dots };
     struct zpp_peers_cuda_args args = {
-        .taken = (const struct zpp_peers_cuda_taken *)(const void *)of->taken, .slots = of->slots, .made = grad_y,
-        .out = got_moved.buffer, .k = PEER_K, .width_elems = WIDTH, .word_bytes = 4, .row_words = row_bytes / 4,
-        .count = own, .dtype = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32 };
+        .taken = (const struct zpp_peers_cuda_taken *)(const void *)of->taken, .slots = of->slots, .made = peer_made,
+        .weights = weighted ? weights : NULL, .k = PEER_K, .width_elems = width, .word_bytes = 4, .count = own,
+        .row_words = row_bytes / 4, .wide = width % ZPP_PEERS_CUDA_WIDE == 0,
+        .dtype = dtype == ZPP_BF16 ? ZPP_CUDA_BF16 : dtype == ZPP_F16 ? ZPP_CUDA_F16 : ZPP_CUDA_F32 };
     for (int r = 0; r < PEERS; ++r) args.bases[r] = bases[r], args.weights_of[r] = weights_of[r];
     memcpy(args.starts, of->starts, sizeof of->starts);
-    memset(&want_moved, 1, sizeof want_moved);
-    got_moved = want_moved;
-    zpp_moe_peer_gather(&rows, of->taken, of->starts, want_moved.buffer, NULL);
-    cuda_loop(zpp_moe_peer_cuda_gather_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
-    zpp_moe_peer_gather_scaled(&rows, of->taken, of->starts, &scale, want_moved.grad_buffer, NULL);
-    args.out = got_moved.grad_buffer, args.values = got_moved.grad_weights;
-    cuda_run(zpp_moe_peer_cuda_scale_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
-    args.out = got_moved.y;
-    for (int weighted = 0; weighted < 2; ++weighted) {
-        args.weights = weighted ? weights : NULL;
-        zpp_moe_peer_sum(&rows, of->slots, of->tokens[1], args.weights, want_moved.y, NULL);
-        cuda_loop(zpp_moe_peer_cuda_sum_thunk, &args, of->tokens[1], ZPP_PEERS_CUDA_THREADS);
-        CHECK(memcmp(want_moved.y, got_moved.y, sizeof got_moved.y) == 0);
-    }
-    zpp_moe_peer_pick((const float *const *)bases, of->slots, own, want_moved.y);
-    args.values = got_moved.y;
-    cuda_loop(zpp_moe_peer_cuda_pick_thunk, &args, 1, ZPP_PEERS_CUDA_THREADS);
-    CHECK(memcmp(&want_moved, &got_moved, sizeof got_moved) == 0);
+    memset(&want_peer, 1, sizeof want_peer);
+    got_peer = want_peer;
+    zpp_moe_peer_gather(&rows, of->taken, of->starts, want_peer.buffer, NULL);
+    zpp_moe_peer_gather_scaled(&rows, of->taken, of->starts, &scale, want_peer.grad_buffer, NULL);
+    zpp_moe_peer_sum(&rows, of->slots, of->tokens[1], args.weights, want_peer.y, NULL);
+    zpp_moe_peer_pick((const float *const *)bases, of->slots, own, want_peer.picked);
+    move_on_cuda(&args, of);
+    CHECK(memcmp(&want_peer, &got_peer, sizeof got_peer) == 0);
     const uint64_t halt = 1;
-    args.halt = &halt, args.out = got_moved.y;
-    cuda_loop(zpp_moe_peer_cuda_gather_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
-    cuda_run(zpp_moe_peer_cuda_scale_thunk, &args, of->here, ZPP_PEERS_CUDA_THREADS);
-    cuda_loop(zpp_moe_peer_cuda_sum_thunk, &args, of->tokens[1], ZPP_PEERS_CUDA_THREADS);
-    cuda_loop(zpp_moe_peer_cuda_pick_thunk, &args, 1, ZPP_PEERS_CUDA_THREADS);
-    CHECK(memcmp(&want_moved, &got_moved, sizeof got_moved) == 0); /* nothing was written */
+    args.halt = &halt;
+    memset(&got_peer, 2, sizeof got_peer);
+    want_peer = got_peer;
+    move_on_cuda(&args, of);
+    CHECK(memcmp(&want_peer, &got_peer, sizeof got_peer) == 0); /* nothing was written */
 }
 
 static void rows_of_peers(void) {
+    static const zpp_dtype kinds[] = { ZPP_F32, ZPP_BF16, ZPP_F16 };
+    static const size_t widths[] = { 50, 48, PEER_WIDTH - 2, PEER_WIDTH };
     static struct peer_case of;
-    fill_halves(x, TOKENS * WIDTH), fill_halves(grad_y, TOKENS * WIDTH), fill_halves(buffer, ROWS * WIDTH);
+    for (int r = 0; r < PEERS; ++r) fill_halves(peer_x[r], PEER_TOKENS * PEER_WIDTH);
+    fill_halves(peer_made, PEER_ROWS * PEER_WIDTH);
     for (int i = 0; i < ROWS; ++i) weights[i] = random_value();
     plan_peers(&of);
     CHECK(of.here > 5 && of.here < PEER_ROWS);
-    check_peers(&of, ZPP_F32);
-    check_peers(&of, ZPP_BF16);
-    check_peers(&of, ZPP_F16);
+    for (int i = 0; i < 12; ++i) check_peers(&of, kinds[i % 3], widths[i / 3], i % 2);
 }
 
 int main(int argc, char **argv) {

@@ -45,6 +45,7 @@ static struct zpp_peers_cuda_args args_of(const struct zpp_moe_peer_cuda *on, co
         args.bases[r] = rows->bases[r];
         addresses |= (uintptr_t)rows->bases[r];
     }
+    args.wide = addresses % 16 == 0 && rows->width_elems % ZPP_PEERS_CUDA_WIDE == 0;
     args.word_bytes = zpp_words_bytes(row_bytes, (void *)addresses, NULL, NULL);
     args.row_words = row_bytes / args.word_bytes;
     return args;
@@ -58,6 +59,7 @@ zpp_status zpp_moe_peer_gather_cuda(const struct zpp_moe_peer_cuda *on, const st
     for (size_t r = 0; r <= rows->ranks; ++r) args.starts[r] = starts[r];
     for (size_t r = 0; r < rows->ranks && scale; ++r) args.weights_of[r] = scale->weights[r];
     args.made = scale ? scale->made : NULL;
+    args.wide = args.wide && (uintptr_t)args.made % 16 == 0;
     args.values = scale ? scale->dots : NULL;
     return launch(on, scale ? SCALE : GATHER, (uint64_t)starts[rows->ranks], &args, err);
 }

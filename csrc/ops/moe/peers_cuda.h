@@ -10,6 +10,7 @@
 
 enum {
     ZPP_PEERS_CUDA_THREADS = 128,
+    ZPP_PEERS_CUDA_WIDE = 8, /* elements that a thread loads at once, where addresses and width allow it */
     ZPP_PEERS_CUDA_LANES = 16, /* as kernels.h has it; peers_cuda.c compares this and the next */
     ZPP_PEERS_CUDA_RANKS = 64,
 };
@@ -29,6 +30,7 @@ struct zpp_peers_cuda_args {
     uint64_t k, width_elems, row_words, count; /* count: of picked numbers */
     uint32_t word_bytes;                       /* copy_words_cuda.h */
     uint8_t dtype;                             /* element_cuda.h */
+    uint8_t wide; /* rows begin at multiples of 16 bytes and have whole ZPP_PEERS_CUDA_WIDE elements */
     int64_t starts[ZPP_PEERS_CUDA_RANKS + 1];
     const void *bases[ZPP_PEERS_CUDA_RANKS];
     const float *weights_of[ZPP_PEERS_CUDA_RANKS];
