@@ -19,7 +19,7 @@ static zpp_pool *pool_of(const struct zpp_rows_by *by) { return by ? by->pool : 
 static uint64_t kind_of(enum zpp_row_phase_kind phase, zpp_dtype dtype, size_t k, size_t experts, bool weighted,
                         bool device) {
     return (uint64_t)phase | (uint64_t)dtype << 8 | (uint64_t)k << 16 | (uint64_t)experts << 24 |
-           (uint64_t)weighted << 40 | (uint64_t)device << 41;
+           (weighted ? UINT64_C(1) << 40 : 0) | (device ? UINT64_C(1) << 41 : 0);
 }
 
 static void describe(void *ctx, const struct zpp_desc *desc, char *text, size_t capacity) {
