@@ -533,12 +533,20 @@ static int add_constants(PyObject *module) {
     return failed ? -1 : 0;
 }
 
+static PyMethodDef module_methods[] = {
+    {"heads_on_device", zpp_py_heads_on_device, METH_VARARGS,
+     "heads_on_device(type, index, rank, ranks, words, address, came, /)\n--\n\nEnqueue the copies of an exchange of "
+     "heads on torch's current stream: into the messages at the address, or, where they came, out of them."},
+    {NULL, NULL, 0, NULL},
+};
+
 int zpp_py_add_comm(PyObject *module); /* called by module.c */
 int zpp_py_add_comm(PyObject *module) {
     zpp_py_comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
     if (!zpp_py_comm_type || PyModule_AddObjectRef(module, "Comm", (PyObject *)zpp_py_comm_type) != 0) return -1;
     if (zpp_py_add_comm_memory(module) != 0 || zpp_py_add_comm_work(module) != 0 ||
-        zpp_py_add_nccl(module) != 0 || zpp_py_add_rows(module) != 0)
+        zpp_py_add_nccl(module) != 0 || zpp_py_add_rows(module) != 0 ||
+        PyModule_AddFunctions(module, module_methods) != 0)
         return -1;
     return add_constants(module);
 }

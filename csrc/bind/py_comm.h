@@ -88,6 +88,7 @@ PyObject *zpp_py_transfer(PyObject *comm, PyObject *args, bool is_send);
 PyObject *zpp_py_onebit_layout(PyObject *comm, PyObject *args);
 PyObject *zpp_py_onebit_all_reduce(PyObject *comm, PyObject *args);
 PyObject *zpp_py_heads(PyObject *comm, PyObject *words);
+PyObject *zpp_py_heads_on_device(PyObject *module, PyObject *args); /* of the module */
 int zpp_py_add_nccl(PyObject *module); /* py_nccl.c */
 int zpp_py_add_comm_work(PyObject *module);
 int zpp_py_add_comm_memory(PyObject *module);

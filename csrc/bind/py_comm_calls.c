@@ -4,7 +4,7 @@
  * (csrc/comm/shm/coll_quant.c), the all-reduce of one bit an element (python/zeropp/comm/onebit.py), and the exchange
  * of heads for tokens (python/zeropp/comm/heads.py). Memory comes as addresses, all of it the caller's.
  */
-#include "../comm/heads.h"
+#include "../comm/heads_cuda.h"
 #include "../comm/onebit.h"
 #include "op_entries.h"
 #include "py_comm.h"
@@ -238,5 +238,46 @@ PyObject *zpp_py_heads(PyObject *object, PyObject *words) {
     zpp_op_pool_give(pool);
     PyEval_RestoreThread(state);
     zpp_py_comm_release(object);
+    return zpp_py_result(status, &err);
+}
+
+/* Enqueue the copies before the messages travel (into them, and of what no other rank has), or those out of them. */
+static zpp_status copy_heads(const struct zpp_heads_job *job, int rank, int ranks, struct zpp_heads_on_cuda *on,
+                             uint8_t *block, bool came, struct zpp_err *err) {
+    const struct zpp_heads_plan plan = {job, rank, ranks, zpp_heads_cuda_copy, on};
+    const void *pieces[ZPP_RANKS_MAX];
+    zpp_status status = zpp_heads_check(job, ranks, err);
+    for (int r = 0; r < ranks; r++) {
+        pieces[r] = block;
+        if (came && r != rank) block += zpp_heads_message_bytes(job, r, rank);
+    }
+    if (status == ZPP_OK && !came) status = zpp_heads_pack(&plan, block, err);
+    if (status == ZPP_OK) status = zpp_heads_read(&plan, came ? pieces : NULL, err);
+    return status == ZPP_OK ? zpp_heads_cuda_flush(on, err) : status;
+}
+
+PyObject *zpp_py_heads_on_device(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *type;
+    PyObject *words;
+    char *bytes = NULL;
+    int index, rank, ranks, came;
+    Py_ssize_t length = 0;
+    unsigned long long block;
+    int32_t torch_type;
+    struct zpp_heads_job job;
+    struct zpp_heads_on_cuda on = {.blocks = 0};
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!PyArg_ParseTuple(args, "siiiOKp:heads_on_device", &type, &index, &rank, &ranks, &words, &block, &came) ||
+        PyBytes_AsStringAndSize(words, &bytes, &length) != 0)
+        return NULL;
+    if (ranks < 1 || ranks > ZPP_RANKS_MAX || rank < 0 || rank >= ranks)
+        return PyErr_Format(PyExc_ValueError, "comm: rank %d of %d", rank, ranks);
+    if (read_heads((const int64_t *)(const void *)bytes, length / (Py_ssize_t)sizeof(int64_t), ranks, &job))
+        return NULL;
+    zpp_status status = zpp_accelerator_type(type, &torch_type, &err);
+    if (status == ZPP_OK) status = zpp_accelerator_current(torch_type, index, &on.device, &on.native, &err);
+    if (status == ZPP_OK)
+        status = copy_heads(&job, rank, ranks, &on, (uint8_t *)(uintptr_t)block, came != 0, &err);
     return zpp_py_result(status, &err);
 }

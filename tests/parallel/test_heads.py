@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from ranks import of_all_ranks, on_ranks
 
@@ -66,23 +68,42 @@ def _moved(before: object, after: object) -> int:
     return total(after) - total(before)
 
 
-@on_ranks(2, 3)
-def test_torch_packs_the_same_where_the_tensors_are_on_an_accelerator() -> None:
+@pytest.mark.parametrize("shape", list(SHAPES))
+@on_ranks(2, 3, devices=("sim", "sim-lazy"), backend="simulated")
+def test_a_gpu_exchanges_the_same(shape: str) -> None:
+    """Kernels pack and read, with the bits of the CPU; and the host waits for nothing."""
+    import importlib
+
     import torch
     import torch.distributed as dist
-    from zeropp.comm import heads as module
+    from zeropp.comm.heads import Cut, key_spans, query_spans, to_heads, to_tokens
 
+    queries, keys, like = SHAPES[shape]
     ranks, me = dist.get_world_size(), dist.get_rank()
-    cut = module.Cut(dist.group.WORLD, _lengths((3, 5), ranks))
-    spans = module.query_spans(6, ranks)
-    shared = module.key_spans(spans, 6)
-    found = []
-    for way in (module._exchange_here, module._exchange_anywhere):
-        torch.manual_seed(me)
-        q, k = (torch.randn(2, heads, cut.lengths[me], 4) for heads in (6, 1))
-        q_whole = torch.empty(2, spans[me][1] - spans[me][0], cut.tokens, 4)
-        k_whole = torch.empty(2, 1, cut.tokens, 4)
-        way(cut, (spans, shared), (q, k), (q_whole, k_whole), None)
-        way(cut, (spans, shared), (q_whole, k_whole), (q, k), [6, 1])
-        found.append((q_whole, k_whole, q, k))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    cut = Cut(dist.group.WORLD, _lengths(like, ranks))
+    spans = query_spans(queries, ranks)
+    shared = key_spans(spans, queries // keys)
+    sim: Any = importlib.import_module("sim")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        draw = torch.Generator("cpu").manual_seed(0)
+        q, k, v = (
+            torch.randn(2, cut.tokens, heads, width, generator=draw, device="cpu").transpose(1, 2).to(dtype)
+            for heads, width in ((queries, 8), (keys, 8), (keys, 3))
+        )
+        mine = [one[:, :, cut.slice_of(me)].to("sim").requires_grad_() for one in (q, k, v)]
+        waits: dict[str, int] = {}
+        with sim.waits_of_the_host(waits):
+            wholes = to_heads(cut, mine, (spans, shared, shared))
+            torch.autograd.backward(wholes, [torch.full_like(one, 0.3 + me) for one in wholes])
+            back = to_tokens(cut, wholes[0], spans)
+        assert not waits
+        for whole, of_rank, one in zip(wholes, (spans, shared, shared), (q, k, v), strict=True):
+            assert torch.equal(whole.cpu(), one[:, slice(*of_rank[me])])
+        assert torch.equal(back.cpu(), mine[0].cpu())
+        for one, of_rank in zip(mine, (spans, shared, shared), strict=True):
+            want = torch.zeros(one.shape, device="cpu")
+            for r in range(ranks):
+                want[:, slice(*of_rank[r])] += torch.tensor(0.3 + r, dtype=dtype, device="cpu").float()
+            assert torch.equal(
+                one.grad.cpu(), want.to(dtype)
+            )  # one rounding of a sum in fp32, in the order of the ranks

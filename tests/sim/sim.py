@@ -191,11 +191,30 @@ class Group(dist.ProcessGroup):
         self, out: torch.Tensor, source: torch.Tensor, out_splits: list[int], splits: list[int], *unused: Any, **also: Any
     ) -> _Done:  # fmt: skip
         if out_splits or splits:
-            raise ValueError("sim: all_to_all of parts of different sizes")
+            return self._exchange(out, source, out_splits, splits)
         every = source.new_empty(self.size(), *source.shape)
         self.all_gather_single(every, source.contiguous())
         parts = every.view(self.size(), self.size(), -1)[:, self.rank()]
         out.copy_(parts.reshape(out.shape))
+        return _Done([out])
+
+    def _exchange(self, out: torch.Tensor, source: torch.Tensor, out_splits: list[int], splits: list[int]) -> _Done:
+        """Send parts of different sizes, as torch's NCCL does: one group of sends and receives."""
+        if not (out.is_contiguous() and source.is_contiguous()):
+            raise ValueError("sim: all_to_all of tensors that are not contiguous")
+        kind, stream = ctypes.c_int(_DTYPES[source.dtype]), ctypes.c_void_p(current_handle())
+        with _context():
+            _check(driver.ncclGroupStart(), "ncclGroupStart")
+            for function, tensor, sizes in (("ncclSend", source, splits), ("ncclRecv", out, out_splits)):
+                each = tensor.numel() // max(1, tensor.shape[0])
+                for peer, part in enumerate(tensor.split(sizes)):
+                    if not part.numel():
+                        continue
+                    memory, count = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(sizes[peer] * each)
+                    _check(
+                        getattr(driver, function)(memory, count, kind, ctypes.c_int(peer), self._comm, stream), function
+                    )
+            _check(driver.ncclGroupEnd(), "ncclGroupEnd")
         return _Done([out])
 
     def barrier(self, *unused: Any, **also: Any) -> _Done:

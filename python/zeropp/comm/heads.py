@@ -123,7 +123,7 @@ def _exchange(
     if tensors[0].is_cpu:
         _exchange_here(cut, spans, tensors, results, heads)
     else:
-        _exchange_anywhere(cut, spans, tensors, results, heads)
+        _exchange_on_device(cut, spans, tensors, results, heads)
     return tuple(results)
 
 
@@ -177,18 +177,25 @@ def check(cut: Cut, tensors: Sequence[Tensor], tokens: int) -> None:
 def _exchange_here(
     cut: Cut, spans: tuple[Spans, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], heads: list[int] | None
 ) -> None:
-    """Through the arena, in C. The words of the call: to tokens, dtype, batch, tensors; lengths; and of each tensor the address and
-    the strides of batch, head and token, in bytes, of its cut and of its whole form, its heads, the bytes of its width, and where
-    each rank's heads begin and end."""
+    """Through the arena, in C."""
+    core = communicator(cut.group) if cut.core is None else cut.core
+    with named_in_job(cut):
+        core.heads(_words(cut, spans, tensors, results, heads))
+
+
+def _words(
+    cut: Cut, spans: tuple[Spans, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], heads: list[int] | None
+) -> bytes:
+    """Return the words of an exchange: to tokens, dtype, batch, tensors; lengths; and of each tensor the address and the strides of
+    batch, head and token, in bytes, of its cut and of its whole form, its heads, the bytes of its width, and where each rank's heads
+    begin and end."""
     words = [int(heads is not None), dtype_code(tensors[0].dtype), tensors[0].shape[0], len(tensors), *cut.lengths]
     for at, (source, result) in enumerate(zip(tensors, results, strict=True)):
         mine, whole = (result, source) if heads else (source, result)
         words += _place(mine) + _place(whole)
         words += [mine.shape[1], source.shape[3] * source.element_size()]
         words += [first for first, _ in spans[at]] + [end for _, end in spans[at]]
-    core = communicator(cut.group) if cut.core is None else cut.core
-    with named_in_job(cut):
-        core.heads(struct.pack(f"{len(words)}q", *words))
+    return struct.pack(f"{len(words)}q", *words)
 
 
 def _place(tensor: Tensor) -> list[int]:
@@ -197,42 +204,21 @@ def _place(tensor: Tensor) -> list[int]:
     return [tensor.data_ptr(), batch * size, head * size, token * size]
 
 
-def _exchange_anywhere(
+def _exchange_on_device(
     cut: Cut, spans: tuple[Spans, ...], tensors: Sequence[Tensor], results: Sequence[Tensor], heads: list[int] | None
 ) -> None:
-    """Exchange as :func:`_exchange_here` does, on an accelerator: packed by torch, through the group's own all-to-all."""
-    ranks, each = range(len(cut.lengths)), list(zip(spans, tensors, strict=True))
-    sent = [torch.cat([_part(cut, own, one, r, heads).reshape(-1) for own, one in each]) for r in ranks]
-    by_rank = _exchange_packed(cut, sent, [[_shape(cut, own, one, r, heads) for own, one in each] for r in ranks])
-    for at, result in enumerate(results):
-        if heads:
-            _add_up(result, [parts[at] for parts in by_rank], spans[at])
-        else:
-            result.copy_(torch.cat([parts[at] for parts in by_rank], 2))
+    """Exchange on a GPU: kernels pack into one buffer and read from another (csrc/comm/heads_cuda.cu), and the group's own all-to-all
+    carries it between the ranks."""
+    device, me, ranks = tensors[0].device, cut.rank, len(cut.lengths)
+    words = _words(cut, spans, tensors, results, heads)
 
+    def elements(source: int, to: int) -> int:
+        tokens, of = cut.lengths[to if heads else source], source if heads else to
+        rows = sum((own[of][1] - own[of][0]) * one.shape[3] for own, one in zip(spans, tensors, strict=True))
+        return 0 if source == to else tensors[0].shape[0] * tokens * rows
 
-def _exchange_packed(cut: Cut, sent: list[Tensor], shapes: list[list[torch.Size]]) -> list[list[Tensor]]:
-    """Send a tensor to each rank; return the pieces of what each rank sent, of these shapes."""
-    sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
-    came = sent[0].new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(
-        came, torch.cat(sent), [sum(one) for one in sizes], [one.numel() for one in sent], group=cut.group
-    )
-    pieces = iter(came.split([size for one in sizes for size in one]))
-    return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
-
-
-def _add_up(result: Tensor, parts: list[Tensor], spans: Spans) -> None:
-    total = torch.zeros_like(result, dtype=torch.promote_types(result.dtype, torch.float32))
-    for (first, end), part in zip(spans, parts, strict=True):
-        total[:, first:end] += part
-    result.copy_(total)
-
-
-def _part(cut: Cut, spans: Spans, tensor: Tensor, to: int, heads: list[int] | None) -> Tensor:
-    return tensor[:, :, cut.slice_of(to)] if heads else tensor[:, slice(*spans[to])]
-
-
-def _shape(cut: Cut, spans: Spans, tensor: Tensor, source: int, heads: list[int] | None) -> torch.Size:
-    first, end = spans[source if heads else cut.rank]
-    return torch.Size((tensor.shape[0], end - first, cut.lengths[cut.rank if heads else source], tensor.shape[3]))
+    sizes = [[elements(me, r) for r in range(ranks)], [elements(r, me) for r in range(ranks)]]
+    sent, came = (tensors[0].new_empty(sum(size)) for size in sizes)
+    _C.heads_on_device(device.type, device.index or 0, me, ranks, words, sent.data_ptr(), False)
+    dist.all_to_all_single(came, sent, sizes[1], sizes[0], group=cut.group)
+    _C.heads_on_device(device.type, device.index or 0, me, ranks, words, came.data_ptr(), True)
