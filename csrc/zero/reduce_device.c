@@ -400,6 +400,15 @@ static zpp_status add_place(zpp_zero *zero, struct zpp_device_grad **out, struct
     return ZPP_OK;
 }
 
+/* Two places, or one for one unit, before anything waits for them. */
+static zpp_status make_pool(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_device_grad *ignored;
+    zpp_status status = ZPP_OK;
+    for (int i = 0; i < ZPP_POOLED_GRADS && i < zero->order_count && status == ZPP_OK; i++)
+        status = add_place(zero, &ignored, err);
+    return status;
+}
+
 static zpp_status acquire_pooled(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
     struct zpp_device_grad *place = NULL;
@@ -440,6 +449,7 @@ static void free_pool(zpp_zero *zero, struct zpp_unit_grad *grad) {
 
 const struct zpp_grad_store zpp_grad_store_device_pooled = {
     .name = "device_pooled",
+    .seal = make_pool,
     .free = free_pool,
     .count_memory = zpp_grad_memory_count,
     .load_wait = await_place,

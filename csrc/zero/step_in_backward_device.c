@@ -34,10 +34,11 @@ struct zpp_device_steps {
     zpp_device *device;
     zpp_stream *stream; /* of the sums; one rank has none, and steps on that of the computation */
     zpp_event *stepped;
-    unsigned char *memory; /* of the device: the record, then the sums */
-    size_t *first_sums;    /* [units + 1]: where the work of each unit begins among them */
+    unsigned char *memory; /* of the device: the record, then the sums, then work */
+    size_t *first_sums;    /* [units + 1]: where those of each unit begin */
     size_t bytes;
-    unsigned char *on_host; /* [ZPP_CLIP_AHEAD * bytes], pinned */
+    unsigned char *on_host; /* [ZPP_CLIP_AHEAD * sent_bytes], pinned */
+    size_t sent_bytes;      /* the record and the sums */
     struct place places[ZPP_CLIP_AHEAD];
     uint64_t sent, seen; /* ends */
 };
@@ -55,7 +56,7 @@ static struct place *next_place(zpp_device_steps *self) { return &self->places[s
 
 bool zpp_device_steps_wanted(const zpp_zero *zero) { return zpp_zero_shards_on_device(zero); }
 
-/* What the sums of a unit work in, if all of its parameters have a gradient, and the sum of all pieces. */
+/* What the sums of a unit work in, if all of its parameters have a gradient. */
 static bool measure_work(const struct zpp_unit *unit, size_t *elems) {
     struct zpp_piece *pieces = calloc(unit->params + 1, sizeof *pieces);
     struct zpp_norm_segment *segments = calloc(unit->params + 1, sizeof *segments);
@@ -63,34 +64,37 @@ static bool measure_work(const struct zpp_unit *unit, size_t *elems) {
     const size_t count = memory && unit->trainable ? zpp_unit_pieces(unit, unit->group->rank, pieces) : 0;
     for (size_t i = 0; i < count; i++)
         segments[i] = (struct zpp_norm_segment){NULL, unit->grad_dtype, pieces[i].elems};
-    *elems = count ? zpp_norm_groups_work_elems(segments, count) + 1 : 0;
+    *elems = zpp_norm_cuda_work_elems(segments, count) + count;
     free(pieces);
     free(segments);
     return memory;
 }
 
+/* The record, the sums of all pieces, and what the sums of one unit work in: it is used by one after the other. */
 static bool lay_out(zpp_device_steps *self) {
     const size_t units = (size_t)self->stepper->units_count;
-    size_t params = 0;
+    size_t most = 0;
     self->first_sums = calloc(units + 1, sizeof *self->first_sums);
     bool memory = self->first_sums;
     for (size_t u = 0; u < units && memory; u++) {
         const struct zpp_unit *unit = self->stepper->units[u].unit;
         size_t elems = 0;
-        params += unit->params;
         memory = measure_work(unit, &elems);
-        self->first_sums[u + 1] = self->first_sums[u] + elems;
+        if (elems > most) most = elems;
+        self->first_sums[u + 1] = self->first_sums[u] + unit->params;
     }
+    const size_t sums = memory ? self->first_sums[units] : 0;
     for (int at = 0; at < ZPP_CLIP_AHEAD && memory; at++) {
-        self->places[at].names = calloc(params + 1, sizeof *self->places[at].names);
+        self->places[at].names = calloc(sums + 1, sizeof *self->places[at].names);
         memory = self->places[at].names;
     }
-    if (memory) self->bytes = RECORD_BYTES + self->first_sums[units] * sizeof(double);
+    self->sent_bytes = RECORD_BYTES + sums * sizeof(double);
+    self->bytes = self->sent_bytes + most * sizeof(double);
     return memory;
 }
 
 static zpp_status make_memory(zpp_device_steps *self, struct zpp_err *err) {
-    const size_t page = zpp_page_bytes(), host_bytes = (ZPP_CLIP_AHEAD * self->bytes + page - 1) / page * page;
+    const size_t page = zpp_page_bytes(), host_bytes = (ZPP_CLIP_AHEAD * self->sent_bytes + page - 1) / page * page;
     void *memory = NULL;
     zpp_status status = zpp_device_alloc(self->device, self->bytes, &memory, err);
     self->memory = memory;
@@ -157,7 +161,7 @@ void zpp_device_steps_destroy(zpp_device_steps *self) {
 struct check_op {
     zpp_device *device;
     const struct zpp_norm_pieces *pieces;
-    double *work, *sum;
+    double *sums, *work;
     struct zpp_clip_record *record;
     const uint64_t *halt;
 };
@@ -167,10 +171,12 @@ _Static_assert(sizeof(struct check_op) <= ZPP_OP_ARG_BYTES, "the argument of one
 static zpp_status run_check(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
     (void)wait;
     const struct check_op *op = arg;
-    const double *const all[] = {op->sum};
-    const struct zpp_clip clip = {op->record, all, 1, 1, op->halt, {.parts = ZPP_CLIP_FINITE}};
-    const zpp_status status = zpp_norm_groups_cuda(op->device, native, op->pieces->segments, op->pieces->firsts, 1,
-                                                   op->work, op->sum, err);
+    const size_t count = op->pieces->firsts[1];
+    const double *const all[] = {op->sums};
+    const struct zpp_clip clip = {op->record, all, 1, count, op->halt, {.parts = ZPP_CLIP_FINITE}};
+    const zpp_status status =
+        zpp_norm_squares_cuda(op->device, native, op->pieces->segments, count, op->work + count, op->sums,
+                              (uint64_t *)(void *)op->work, err);
     return status == ZPP_OK ? zpp_clip_cuda(op->device, native, &clip, err) : status;
 }
 
@@ -181,11 +187,10 @@ static zpp_status check_unit(zpp_device_steps *self, int unit, struct zpp_err *e
     if (status != ZPP_OK) return status;
     struct place *place = next_place(self);
     const size_t count = pieces.firsts[1], first = self->first_sums[unit];
-    double *sums = sums_of(self->memory);
     const struct check_op op = {self->device,
                                 &pieces,
-                                sums + first,
-                                sums + self->first_sums[unit + 1] - 1,
+                                sums_of(self->memory) + first,
+                                (double *)(void *)(self->memory + self->sent_bytes),
                                 record_of(self->memory),
                                 counters ? zpp_counters_halt(counters) : NULL};
     for (size_t k = 0; k < count; k++)
@@ -220,7 +225,8 @@ zpp_status zpp_device_steps_end(zpp_device_steps *self, struct zpp_err *err) {
     const size_t at = self->sent % ZPP_CLIP_AHEAD;
     zpp_status status = join_compute(self, err);
     if (status == ZPP_OK)
-        status = zpp_stream_copy(self->stream, self->on_host + at * self->bytes, self->memory, self->bytes, err);
+        status = zpp_stream_copy(self->stream, self->on_host + at * self->sent_bytes, self->memory, self->sent_bytes,
+                                 err);
     if (status == ZPP_OK) status = zpp_event_record(self->places[at].sent, self->stream, err);
     self->sent += status == ZPP_OK;
     return status;
@@ -229,7 +235,7 @@ zpp_status zpp_device_steps_end(zpp_device_steps *self, struct zpp_err *err) {
 /* The first piece of an end whose sum is not finite. */
 static struct zpp_bad_gradient first_bad(zpp_device_steps *self, size_t at) {
     const struct place *place = &self->places[at];
-    const double *sums = sums_of(self->on_host + at * self->bytes);
+    const double *sums = sums_of(self->on_host + at * self->sent_bytes);
     for (size_t k = 0; k < place->count; k++)
         if (!isfinite(sums[place->names[k].sum]))
             return (struct zpp_bad_gradient){place->names[k].unit, place->names[k].param};
@@ -251,7 +257,7 @@ zpp_status zpp_device_steps_look(zpp_device_steps *self, bool all, const struct 
         const zpp_status status = zpp_event_sync(self->places[at].sent, self->seen < until ? wait : NULL, err);
         if (status != ZPP_OK) return status == ZPP_AGAIN ? ZPP_OK : status;
         self->seen++;
-        const bool skipped = record_of(self->on_host + at * self->bytes)->skip;
+        const bool skipped = record_of(self->on_host + at * self->sent_bytes)->skip;
         if (skipped) *out = first_bad(self, at);
         self->places[at].count = 0;
         if (skipped) return said(out, err);

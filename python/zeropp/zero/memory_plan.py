@@ -338,6 +338,9 @@ def _by_tier(units: list[_Sizes], held: dict[str, int], run: _Run) -> device_pla
         "gathered": device_plan.gathered_bytes(units, run.config, run.device),
         "buckets": device_plan.bucket_bytes(units, run.config, run.ranks),
     }
+    if run.ranks > 1 and run.config.step_in_backward:  # two places, each for any unit's
+        grads = [unit.grads_bytes for unit in units if unit.trainable]
+        there["grads"] = min(2, len(grads)) * round(max(grads, default=0))
     if run.config.stage <= 1 and run.ranks > 1:  # they are the buckets
         there["grads"] = sum(device_plan.sent_bucket_bytes(unit, run.config) for unit in units if unit.trainable)
     return {"device": {**held, **there}, "cpu": {}}
