@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The step inside the backward on shards in memory of a device (docs/design/0052), for step_in_backward.c. Everything
+ * The step inside the backward on shards in memory of a device (docs/design/0051), for step_in_backward.c. Everything
  * is enqueued behind the sums of gradients, and the host waits for none of it:
  *
  *   unit   whether its gradient is finite, and its step, which writes nothing once a gradient was not finite
