@@ -299,7 +299,8 @@ def pipeline(schedule: S, reduce: str = "last", loss: str | None = None, gather:
             the stages of :func:`stages`. Stays the same object: call its ``step`` and ``eval`` as before.
         reduce: ``"last"``: gradients wait on this rank, 4 or 2 bytes a parameter, and are reduced once, in the last
             micro-batch; 2 (N-1)/N of their bytes a step. ``"each"``: they are reduced after each micro-batch, so that between
-            micro-batches each rank holds 1/N of them, at as many times the traffic; the sums are rounded in another order.
+            micro-batches each rank holds 1/N of them, at as many times the traffic; the sums are rounded in another order. At
+            stage 0 ranks hold whole gradients, so both are ``"last"``.
         loss: ``"mean"``: the loss of the step is the mean of the micro-batches' losses; ``"sum"``: their sum. None: as the schedule's
             ``scale_grads`` says, which torch sets to True, the mean. The factor is part of the reduction.
         gather: at stage 3, ``"schedule"``: all units of a chunk are whole from the schedule's UNSHARD to its RESHARD, and are gathered once
@@ -323,7 +324,8 @@ def pipeline(schedule: S, reduce: str = "last", loss: str | None = None, gather:
     mean = schedule.scale_grads if loss is None else loss == "mean"
     parts = schedule._n_microbatches if mean else 1
     chunks = _adopt(stages, engine)
-    schedule._zeropp = _Step(engine, chunks, reduce == "each", parts, _splits(schedule))  # type: ignore[attr-defined]
+    each = reduce == "each" and engine.stage > 0
+    schedule._zeropp = _Step(engine, chunks, each, parts, _splits(schedule))  # type: ignore[attr-defined]
     if isinstance(schedule, _PipelineScheduleRuntime) and gather != "use" and (gather or not engine.params.in_file):
         _follow(schedule, {chunk.index: chunk for chunk in chunks})
     schedule.__class__ = _class_for(type(schedule))
