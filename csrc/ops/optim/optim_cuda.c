@@ -38,10 +38,13 @@ struct job {
     struct zpp_grad_scale scale;
 };
 
-/* True if parameters have no fp32 copy: all are alike. */
+/* True if parameters have no fp32 copy: all are alike, but an empty one has no address either. */
 static bool is_no_master(const struct job *job) {
-    assert(job->segments[0].param || job->segments[0].optimizer == ZPP_OPTIM_ADAM);
-    return !job->segments[0].param;
+    size_t first = 0;
+    while (first < job->count && !job->segments[first].elems) first++;
+    if (first == job->count || job->segments[first].param) return false;
+    assert(job->segments[first].optimizer == ZPP_OPTIM_ADAM);
+    return true;
 }
 
 static uint8_t out_dtype_of(const struct zpp_optim_segment *s) {
