@@ -67,20 +67,12 @@ int zpp_zero_next_to_evict(const zpp_zero *zero, int index, const struct zpp_rea
     return oldest ? oldest->index : -1;
 }
 
-/* What was read ahead of it goes. */
-static zpp_status drop_ahead(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
-    zpp_unit_set_kept(zero, unit, false);
-    const zpp_status status = zpp_unit_gather_end(zero, unit, &patience, err);
-    return status == ZPP_OK ? zpp_unit_release(zero, unit, err) : status;
-}
-
 zpp_status zpp_zero_make_sticky(zpp_zero *zero, int index, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
     const bool is_free = unit->state != ZPP_UNIT_GATHERED && !zpp_zero_uses(zero, index);
     zpp_status status = ZPP_OK;
     if (zero->wrap && zpp_unit_moves(unit) && is_free) {
-        if (unit->state == ZPP_UNIT_GATHERING) status = drop_ahead(zero, unit, err);
+        if (unit->state == ZPP_UNIT_GATHERING) status = zpp_unit_drop_ahead(zero, unit, err);
         if (status == ZPP_OK) status = zpp_wrapped_give_own(zero, unit, err);
     }
     unit->sticky = status == ZPP_OK;

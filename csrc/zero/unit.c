@@ -191,6 +191,14 @@ zpp_status zpp_unit_release(zpp_zero *zero, struct zpp_unit *unit, struct zpp_er
     return unit->kept ? ZPP_OK : release_memory(zero, unit, err);
 }
 
+zpp_status zpp_unit_drop_ahead(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    /* A read of a file may be under way. */
+    const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
+    zpp_unit_set_kept(zero, unit, false);
+    const zpp_status status = zpp_unit_gather_end(zero, unit, &patience, err);
+    return status == ZPP_OK ? zpp_unit_release(zero, unit, err) : status;
+}
+
 zpp_status zpp_zero_release(zpp_zero *zero, int index, struct zpp_err *err) {
     return zpp_unit_release(zero, zero->units[index], err);
 }

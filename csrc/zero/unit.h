@@ -177,6 +177,8 @@ zpp_status zpp_unit_gather_end(struct zpp_zero *zero, struct zpp_unit *unit, con
 /* GATHERED -> SHARDED, or GATHERING where it is kept; nothing to do for units that are pinned, sticky or in another
  * state. */
 zpp_status zpp_unit_release(struct zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+/* GATHERING -> SHARDED: nothing needs what was read ahead. */
+zpp_status zpp_unit_drop_ahead(struct zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 /* Whether a release keeps the unit's memory. */
 void zpp_unit_set_kept(struct zpp_zero *zero, struct zpp_unit *unit, bool kept);
 /* True if the unit is counted in ahead_bytes already, or fits into prefetch_bytes besides what is. */

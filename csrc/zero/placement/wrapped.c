@@ -82,15 +82,11 @@ zpp_status zpp_wrapped_give_own(zpp_zero *zero, struct zpp_unit *unit, struct zp
 }
 
 zpp_status zpp_wrapped_evict(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    /* Of what is read ahead, a read of a file may be under way. */
-    const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
     int blocker;
     for (int i = 0; i < zero->moving_count; i++) {
         struct zpp_unit *other = zero->moving[i];
         if (!is_in_the_way(zero, unit, other)) continue;
-        zpp_unit_set_kept(zero, other, false);
-        zpp_status status = zpp_unit_gather_end(zero, other, &patience, err);
-        if (status == ZPP_OK) status = zpp_unit_release(zero, other, err);
+        const zpp_status status = zpp_unit_drop_ahead(zero, other, err);
         if (status != ZPP_OK) return status;
     }
     const zpp_status status = zpp_wrap_take(zero->wrap, unit->wrap_at, zero->gather, &blocker, err);
