@@ -18,6 +18,23 @@
 #include "../segment_cuda.h"
 #include "low_codec_cuda.h"
 
+/* An element of a parameter: of its fp32 copy `param`, or (`no_master`) of bf16 `param_out`. */
+static __device__ __forceinline__ float zpp_param_at(const float *param, const void *param_out, const int no_master,
+                                                     uint64_t i) {
+    return no_master ? zpp_moments_from_bf16(((const uint16_t *)param_out)[i]) : param[i];
+}
+
+/* Without an fp32 copy it is rounded by random bits of `key`. */
+static __device__ __forceinline__ void zpp_put_param(float *param, uint64_t key, void *param_out, int out_dtype,
+                                                     const int no_master, uint64_t i, float value) {
+    if (no_master) {
+        ((uint16_t *)param_out)[i] = zpp_moments_to_bf16(value, zpp_moments_random(key, (uint32_t)i));
+        return;
+    }
+    param[i] = value;
+    zpp_cuda_store(param_out, out_dtype, i, value);
+}
+
 /* The optimizer's step on one element, with its moments in fp32. */
 typedef void (*low_element_fn)(const void *consts, float grad, float *p, float *moments);
 
@@ -26,15 +43,9 @@ static __device__ __forceinline__ void low_step(const struct zpp_low_cuda_segmen
                                                 low_element_fn element, float factor, const int no_master, uint64_t i,
                                                 uint64_t block, float moments[3]) {
     for (int k = 0; k < s->moments; ++k) moments[k] = zpp_low_decoded(s, k, i, block);
-    float p = no_master ? zpp_moments_from_bf16(((const uint16_t *)s->param_out)[i]) : s->param[i];
+    float p = zpp_param_at(s->param, s->param_out, no_master, i);
     element(consts, ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor), &p, moments);
-    if (no_master) {
-        const uint32_t random = zpp_moments_random(s->param_key, (uint32_t)i);
-        ((uint16_t *)s->param_out)[i] = zpp_moments_to_bf16(p, random);
-        return;
-    }
-    s->param[i] = p;
-    zpp_cuda_store(s->param_out, s->out_dtype, i, p);
+    zpp_put_param(s->param, s->param_key, s->param_out, s->out_dtype, no_master, i, p);
 }
 
 /* Elements from `line` on, four blocks of them; `into`: where the segment begins in its first block. */

@@ -39,22 +39,6 @@ typedef float (*update_fn)(const void *consts, float g, float p, float *x, const
 
 enum { UNROLL = ZPP_OPTIM_CUDA_UNROLL, MOST_STATES = 4 };
 
-static __device__ __forceinline__ float param_at(const struct zpp_optim_cuda_segment *s, const int no_master,
-                                                 uint64_t i) {
-    return no_master ? zpp_moments_from_bf16(((const uint16_t *)s->param_out)[i]) : s->param[i];
-}
-
-static __device__ __forceinline__ void put_param(const struct zpp_optim_cuda_segment *s, const int no_master,
-                                                 uint64_t i, float value) {
-    if (no_master) {
-        const uint32_t random = zpp_moments_random(s->param_key, (uint32_t)i);
-        ((uint16_t *)s->param_out)[i] = zpp_moments_to_bf16(value, random);
-        return;
-    }
-    s->param[i] = value;
-    zpp_cuda_store(s->param_out, s->out_dtype, i, value);
-}
-
 /* This thread's elements of its block's chunk. */
 static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment *s, float *const *state, int states,
                                             unsigned int written, update_fn update, const void *consts,
@@ -69,7 +53,7 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
             const uint64_t i = row + (uint64_t)u * stride;
             if (i >= end) break;
             g[u] = s->grad_dtype == ZPP_CUDA_NONE ? 0.0f : ZPP_MUL(zpp_cuda_load(s->grad, s->grad_dtype, i), factor);
-            p[u] = param_at(s, no_master, i);
+            p[u] = zpp_param_at(s->param, s->param_out, no_master, i);
 #pragma unroll
             for (int k = 0; k < states; ++k) x[u][k] = options >> k & 1 ? state[k][i] : 0.0f;
         }
@@ -78,7 +62,7 @@ static __device__ __forceinline__ void walk(const struct zpp_optim_cuda_segment 
             const uint64_t i = row + (uint64_t)u * stride;
             if (i >= end) break;
             const float moved = update(consts, g[u], p[u], x[u], options);
-            put_param(s, no_master, i, moved);
+            zpp_put_param(s->param, s->param_key, s->param_out, s->out_dtype, no_master, i, moved);
 #pragma unroll
             for (int k = 0; k < states; ++k) if (options & written & 1u << k) state[k][i] = x[u][k];
         }
