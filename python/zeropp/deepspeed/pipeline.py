@@ -29,7 +29,7 @@ from zeropp.config.deepspeed_json import accept_only, refuse_unknown, section_of
 from zeropp.deepspeed import dimensions
 from zeropp.deepspeed.engine import Engine
 from zeropp.errors import ConfigError, counted, what_it_is
-from zeropp.parallel.cut import Chunks, balanced, stage_indices
+from zeropp.parallel.cut import Chunks, balanced, named_as_whole, stage_indices
 from zeropp.parallel.pipeline import pipeline, stages
 
 _ALWAYS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -320,11 +320,7 @@ class DualPipeVModule(PipelineModule):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules under the names of the whole model, which has no parts."""
-        memo = set() if memo is None else memo
-        memo.add(self)
-        yield prefix, self
-        for phase in self.phases:
-            yield from phase.named_modules(memo, prefix, remove_duplicate)
+        yield from named_as_whole(self, self.phases, memo, prefix, remove_duplicate)
 
     def forward(self, *inputs: Any) -> Any:
         """Refuse: a rank has two parts that do not follow each other.

@@ -40,11 +40,18 @@ class Chunks(nn.ModuleList):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        memo = set() if memo is None else memo
-        memo.add(self)
-        yield prefix, self
-        for chunk in self:
-            yield from chunk.named_modules(memo, prefix, remove_duplicate)
+        yield from named_as_whole(self, self, memo, prefix, remove_duplicate)
+
+
+def named_as_whole(
+    owner: nn.Module, parts: Iterable[nn.Module], memo: set[nn.Module] | None, prefix: str, remove_duplicate: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model's parts under the names of the whole model: ``named_modules`` of a module that only holds them."""
+    memo = set() if memo is None else memo
+    memo.add(owner)
+    yield prefix, owner
+    for part in parts:
+        yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
 class Elsewhere(nn.Module):
