@@ -31,6 +31,16 @@ static void sim_gpu_load(void) {
     CHECK(sim_library != NULL);
 }
 
+/* For ranks that are threads, each on a GPU of its own. Variables of the environment that say more come before. */
+static inline void sim_gpu_load_for_threads(const char *devices) {
+    setenv("SIM_DEVICES", devices, 1);
+    setenv("SIM_IDLE_MS", "200", 1);
+    sim_gpu_load();
+#ifdef ZPP_UNDER_TSAN
+    SIM(sim_share_registrations)(true);
+#endif
+}
+
 static inline struct sim_counts sim_gpu_counts(void) {
     struct sim_counts counts;
     SIM(sim_get_counts)(&counts);

@@ -348,13 +348,8 @@ static void without_memory_on_one_rank_rows_cross_on_the_host(void) {
 }
 
 int main(int argc, char **argv) {
-    setenv("SIM_DEVICES", "3", 1);
     setenv("SIM_DEVICE_BYTES", "67108864", 1); /* DEVICE_BYTES */
-    setenv("SIM_IDLE_MS", "200", 1);
-    sim_gpu_load();
-#ifdef ZPP_UNDER_TSAN
-    SIM(sim_share_registrations)(true);
-#endif
+    sim_gpu_load_for_threads("3");
     static const struct test_case cases[] = {
         TEST(has_the_bits_of_host_memory_in_every_schedule),
         TEST(ends_with_one_hardware_queue),

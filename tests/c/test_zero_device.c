@@ -683,12 +683,7 @@ static void one_rank_shards_nothing_on_its_device(void) {
 }
 
 int main(int argc, char **argv) {
-    setenv("SIM_DEVICES", "4", 1);
-    setenv("SIM_IDLE_MS", "200", 1);
-    sim_gpu_load();
-#ifdef ZPP_UNDER_TSAN
-    SIM(sim_share_registrations)(true);
-#endif
+    sim_gpu_load_for_threads("4");
     static const struct test_case cases[] = {
         TEST(has_the_bits_of_the_cpu_in_every_schedule), TEST(ends_with_one_hardware_queue),
         TEST(is_wrong_without_one_of_its_waits),         TEST(a_rank_that_stops_ends_the_waits_for_it),
