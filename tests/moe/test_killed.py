@@ -67,6 +67,18 @@ def killed_before(rank: int, ranks: int, phase: int, folder: str, hosts: str, de
     return {"at": 0.0, "rank": None, "text": "no error"}
 
 
+def texts_of_survivors(outcomes: Any, folder: Path) -> list[str]:
+    """Return what the other ranks were told, after a check that it named the victim within five seconds."""
+    assert outcomes[VICTIM].code == -signal.SIGKILL, str(outcomes[VICTIM])
+    killed_at = float((folder / "killed").read_text())
+    values = [outcome.value for outcome in survivors(outcomes, VICTIM)]
+    for value in values:
+        assert value["rank"] == VICTIM, value
+        assert f"rank {VICTIM}" in value["text"]
+        assert value["at"] - killed_at < 5.0
+    return [value["text"] for value in values]
+
+
 @pytest.mark.parametrize(
     ("hosts", "phase"),
     [
@@ -79,17 +91,11 @@ def killed_before(rank: int, ranks: int, phase: int, folder: str, hosts: str, de
 def test_it_is_named_in_every_phase(hosts: str, phase: int, tmp_path: Path) -> None:
     """The victim is one of three ranks of a host, alone on its host, or beside another one."""
     outcomes = run_ranks(3, killed_before, phase, str(tmp_path), hosts, timeout=90, check=False)
-    assert outcomes[VICTIM].code == -signal.SIGKILL, str(outcomes[VICTIM])
-    killed_at = float((tmp_path / "killed").read_text())
-    for outcome in survivors(outcomes, VICTIM):
-        value = outcome.value
-        assert value["rank"] == VICTIM, value
-        assert f"rank {VICTIM}" in value["text"]
+    for text in texts_of_survivors(outcomes, tmp_path):
         if hosts != "aaa":
-            assert value["text"], value  # whoever waits for the network knows the phase there
-        elif "socket closed" not in value["text"]:  # whoever sends it the descriptor of an arena may notice first
-            assert f"{PHASES[phase]} #1 of layer 0 (blocks.0.experts)" in value["text"]
-        assert value["at"] - killed_at < 5.0
+            assert text  # whoever waits for the network knows the phase there
+        elif "socket closed" not in text:  # whoever sends it the descriptor of an arena may notice first
+            assert f"{PHASES[phase]} #1 of layer 0 (blocks.0.experts)" in text
 
 
 @pytest.mark.parametrize(
@@ -101,13 +107,7 @@ def test_it_is_named_where_streams_wait_for_its_gpu(phase: int, tmp_path: Path) 
     outcomes = run_ranks(
         3, killed_before, phase, str(tmp_path), "aaa", "sim", timeout=240, check=False, env=environment
     )
-    assert outcomes[VICTIM].code == -signal.SIGKILL, str(outcomes[VICTIM])
-    killed_at = float((tmp_path / "killed").read_text())
-    for outcome in survivors(outcomes, VICTIM):
-        value = outcome.value
-        assert value["rank"] == VICTIM, value
-        assert f"rank {VICTIM}" in value["text"]
-        assert value["at"] - killed_at < 5.0
+    texts_of_survivors(outcomes, tmp_path)
 
 
 # -- in training -----------------------------------------------------------------------------------------------------------
