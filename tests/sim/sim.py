@@ -190,27 +190,18 @@ class Group(dist.ProcessGroup):
     def alltoall_base(
         self, out: torch.Tensor, source: torch.Tensor, out_splits: list[int], splits: list[int], *unused: Any, **also: Any
     ) -> _Done:  # fmt: skip
-        if out_splits or splits:
-            return self._exchange(out, source, out_splits, splits)
-        every = source.new_empty(self.size(), *source.shape)
-        self.all_gather_single(every, source.contiguous())
-        parts = every.view(self.size(), self.size(), -1)[:, self.rank()]
-        out.copy_(parts.reshape(out.shape))
-        return _Done([out])
-
-    def _exchange(self, out: torch.Tensor, source: torch.Tensor, out_splits: list[int], splits: list[int]) -> _Done:
-        """Send parts of different sizes, as torch's NCCL does: one group of sends and receives."""
-        if not (out.is_contiguous() and source.is_contiguous()):
-            raise ValueError("sim: all_to_all of tensors that are not contiguous")
+        """Send one part to each rank, as torch's NCCL does: one group of sends and receives."""
+        source = source.contiguous()
+        if not out.is_contiguous():
+            raise ValueError("sim: all_to_all into a tensor that is not contiguous")
         kind, stream = ctypes.c_int(_DTYPES[source.dtype]), ctypes.c_void_p(current_handle())
         with _context():
             _check(driver.ncclGroupStart(), "ncclGroupStart")
             for function, tensor, sizes in (("ncclSend", source, splits), ("ncclRecv", out, out_splits)):
-                each = tensor.numel() // max(1, tensor.shape[0])
-                for peer, part in enumerate(tensor.split(sizes)):
+                for peer, part in enumerate(tensor.split(sizes or [tensor.shape[0] // self.size()] * self.size())):
                     if not part.numel():
                         continue
-                    memory, count = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(sizes[peer] * each)
+                    memory, count = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel())
                     _check(
                         getattr(driver, function)(memory, count, kind, ctypes.c_int(peer), self._comm, stream), function
                     )
