@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,26 @@ def test_trains(name: str, reduce: str, options: dict[str, Any]) -> None:
     require_close(found, wanted, BOUND)
     copies = of_all_ranks(own_copy(run))
     assert all(torch.equal(one, copies[0]) for one in copies)
+
+
+@on_ranks(4)
+def test_the_rank_that_fills_a_shared_copy_is_late() -> None:
+    """Ranks of a host have one copy, which one of them fills. The values of the first stage must not be overwritten by that."""
+    module, mesh = importlib.import_module("zeropp.zero.prepare"), mesh_of(2, 2)
+    fill = module.fill
+
+    def late(*args: Any) -> None:
+        time.sleep(0.05 if mesh.get_local_rank("dp") == 0 else 0.0)
+        fill(*args)
+
+    module.fill = late
+    try:
+        run = Run(mesh, "1F1B", build=other_seed, data=tokens, stage=3)
+    finally:
+        module.fill = fill
+    copies = of_all_ranks(own_copy(run))
+    assert all(torch.equal(one, copies[0]) for one in copies)
+    assert torch.equal(copies[0], tied_net()[0].weight.to(copies[0].dtype))
 
 
 @pytest.mark.parametrize(

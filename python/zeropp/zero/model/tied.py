@@ -187,6 +187,8 @@ class Ties:
             unit.tied = tie.stages
             self._units.setdefault(tie.ranks, []).append((unit, tie))
         self._comms = {ranks: sub_communicator(list(ranks)) for ranks in self._units}
+        if ties and engine.comm is not None:
+            engine.comm.barrier()  # one rank fills a copy that the ranks of a host share: not over what others take below
         for ranks, tied in self._units.items():
             for unit, _ in tied:
                 self._take_first(self._comms[ranks], unit)
