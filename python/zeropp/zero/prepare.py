@@ -141,10 +141,10 @@ def prepare_over(
     bring(model, device, set(ignored_parameters(model, config.ignored)), getattr(division, "parts", {}).values())
     host_copy = _has_host_copy(config, comm, device)
     engine = make_engine(model, plans, config, ranks, host_copy, moments_of(optimizer), device, spreads)
+    engine.ties = tied.Ties(engine, ties)
     for unit in engine.units:
         fill(engine, unit, optimizer is not None)
     dtensor.note_copies(engine.units, mesh)
-    engine.ties = tied.Ties(engine, ties)
     _share_buffers(model, engine, optimizer is not None or bool(engine.trained))
     engine.core.publish()
     if comm is not None:
@@ -191,7 +191,7 @@ def _plan(
 ) -> list[UnitPlan]:
     """Return the units of a model; raise zeropp.ConfigError where they do not go with the options, or differ between ranks."""
     comm = ranks.data
-    facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks, spreads), **_tied_facts(ties)}
+    facts = {**facts_of(config), **_host_facts(config, comm), **_job_facts(ranks, spreads)}
     compat.check(facts)
     efficiency.check(model, config)
     meta.check_draws(model)
@@ -357,11 +357,6 @@ def _attach_first(model: nn.Module, optimizer: Optimizer) -> None:
     if engine_of(model).optimizer_ref is not None:
         raise ConfigError("prepare: the model was prepared with an optimizer already; prepare each model once")
     attach(model, optimizer)
-
-
-def _tied_facts(ties: Sequence[tied.Tie]) -> dict[str, Any]:
-    """Return whether stages of a pipeline share parameters."""
-    return {compat.TIED: Named(True, compat.TIED)} if ties else {}
 
 
 def _cut_facts(plans: list[UnitPlan]) -> dict[str, Any]:

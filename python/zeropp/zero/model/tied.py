@@ -23,10 +23,10 @@ from zeropp.comm.collective import add_up, broadcast, exchange
 from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.errors import ConfigError, Error
 from zeropp.files.heap_trim import byte_view
-from zeropp.zero.model.init import is_sharded
+from zeropp.zero.model.init import is_sharded, own_shard
 from zeropp.zero.model.parameter import is_dtensor, local_of
 from zeropp.zero.model.units import UnitPlan
-from zeropp.zero.model_state import WHOLE, Unit
+from zeropp.zero.model_state import Unit
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,19 @@ def mark_plans(plans: Iterable[UnitPlan], ties: Sequence[Tie]) -> None:
             plan.names, plan.alone = [list(tie.names)], True
 
 
+def _take_first(comm: Any, parameter: nn.Parameter) -> None:
+    """Take the values that the first stage has: of what was built in shards this rank's, which are the same part on all stages."""
+    values = own_shard(parameter) if is_sharded(parameter) else local_of(parameter.detach())
+    taken = values.contiguous()
+    broadcast(comm, taken)
+    if taken.data_ptr() != values.data_ptr():
+        values.copy_(taken)
+
+
 class Ties:
-    """The tied parameters of an engine. Construction is collective over the stages that hold them."""
+    """The tied parameters of an engine whose units are not filled yet. Construction is collective over the stages that hold them, which
+    take the first one's values.
+    """
 
     def __init__(self, engine: Any, ties: Sequence[Tie]) -> None:
         self._engine: Callable[[], Any] = weakref.ref(engine)  # which owns this
@@ -187,23 +198,13 @@ class Ties:
             unit.tied = tie.stages
             self._units.setdefault(tie.ranks, []).append((unit, tie))
         self._comms = {ranks: sub_communicator(list(ranks)) for ranks in self._units}
-        if ties and engine.comm is not None:
-            engine.comm.barrier()  # one rank fills a copy that the ranks of a host share: not over what others take below
         for ranks, tied in self._units.items():
-            for unit, _ in tied:
-                self._take_first(self._comms[ranks], unit)
+            for unit, tie in tied:
+                _take_first(self._comms[ranks], tie.param)
+                if self._comms[ranks].rank > 0:
+                    unit.core.set_copy()  # counted on the first stage
         if ties:
             engine.core.set_settled(self._sum)
-
-    def _take_first(self, comm: Any, unit: Unit) -> None:
-        """Take the values of the first stage, and count them there alone."""
-        if comm.rank > 0:
-            unit.core.set_copy()
-        values = [unit.shard, *([unit.whole] if unit.place == WHOLE else [])]
-        if unit.master is not None:
-            values.append(unit.master)
-        for tensor in values:
-            broadcast(comm, tensor)
 
     def cleared(self) -> None:
         """Note that there are no gradients any more."""
@@ -224,20 +225,22 @@ class Ties:
             trained = [(unit, tie) for unit, tie in tied if unit.trainable]
             gradients = [self._gradient(unit) for unit, _ in trained]
             self._require_alike(self._comms[ranks], trained, gradients)
-            for (_, tie), gradient in zip(trained, gradients, strict=True):
+            for (unit, tie), gradient in zip(trained, gradients, strict=True):
                 if gradient is not None and gradient.numel():
                     self._summed = tie.names[0]
                     add_up(self._comms[ranks], gradient)
+                    if not unit.local:
+                        self._engine().grads.write(unit, gradient)
 
     def _gradient(self, unit: Unit) -> torch.Tensor | None:
-        """Return this rank's part of a gradient, which may be empty; None: there is no gradient."""
+        """Return this rank's part of a gradient, which may be empty; None: there is no gradient. Of a shard, all of it."""
         if unit.local:
             return self._engine().own_gradients(unit)[0]  # type: ignore[no-any-return]
         found = self._engine().gradient_shard(unit)
         if found is None or not found[1][0]:
             return None
-        own: torch.Tensor | None = self._engine().own_gradients(unit)[0]
-        return found[0][:0] if own is None else own
+        shard: torch.Tensor = found[0]
+        return shard if any(True for _ in unit.pieces()) else shard[:0]
 
     def _require_alike(self, comm: Any, tied: list[tuple[Unit, Tie]], gradients: list[torch.Tensor | None]) -> None:
         """Refuse what would let the copies come to differ."""
