@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from ranks import of_all_ranks, on_ranks
 from safetensors.torch import load_file
 from torch import nn
 from zeropp.files.hub_names import reading_rows
+from zeropp.zero.model.init import own_shard
 
 
 @contextmanager
@@ -74,7 +76,9 @@ def test_from_pretrained_reads_a_ranks_own_rows(name: str) -> None:
         rows = [(p.nbytes, p[0].nbytes) for p in named.values()]
         wanted = sum(size for size, _ in rows) // 2
         assert wanted <= sum(seen) <= wanted + sum(row for _, row in rows)  # a row may be cut between ranks
+        shards = [weakref.ref(own_shard(p)) for p in model.parameters()]
         model, _ = zeropp.prepare(model.train(), None, zeropp.Config(experts=2))
+        assert not [shard for shard in shards if shard() is not None]  # or all would be in memory twice
         for path, value in zeropp.full_state_dict(model).items():
             assert path not in named or torch.equal(value, named[path]), path
         ids = batch(0, torch.distributed.get_rank())

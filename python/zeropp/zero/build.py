@@ -19,7 +19,7 @@ from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read_ahead_bytes, tier_of
 from zeropp.zero.model.boxes import Boxes, boxes_of
 from zeropp.zero.model.dtensor import boxes_of_dtensor, place
-from zeropp.zero.model.init import become_plain, copy_own_part, is_sharded, materialise, plain_class
+from zeropp.zero.model.init import become_plain, copy_own_part, drop_shard, is_sharded, materialise, plain_class
 from zeropp.zero.model.parameter import (
     PartitionedParameter,
     Ref,
@@ -383,6 +383,7 @@ def _fill_part(engine: Engine, unit: Unit, entry: Entry, parts: Parts, full: tor
     _copy_values(engine, unit, entry, parts.take(values), full)
     entry.param.data = entry.of(unit.whole[entry.offset_elems : entry.offset_elems + entry.numel])
     without_values(entry.shown)
+    drop_shard(entry.shown)
 
 
 def _values_of(engine: Engine, entry: Entry, sharded: bool, copies: bool) -> torch.Tensor:

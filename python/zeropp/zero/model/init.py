@@ -597,6 +597,11 @@ def become_plain(parameter: torch.Tensor) -> None:
     parameter.__class__ = plain_class(parameter)
 
 
+def drop_shard(parameter: torch.Tensor) -> None:
+    """Free this rank's shard of a parameter whose values live elsewhere from now on; do nothing where there is none."""
+    parameter.__dict__.pop("_zeropp_built", None)
+
+
 # --- other ranks share ---------------------------------------------------------------------------------------------------
 Kept = tuple[torch.Tensor, torch.Tensor]
 
