@@ -8,12 +8,15 @@
 // on CUDA; sim_host_waits lists the operator.
 #include "torch_ops.h"
 
+#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <map>
 #include <set>
 
 #include "torch_memory.h"
@@ -354,6 +357,57 @@ void histc(const c10::OperatorHandle &op, Stack *stack) {
     stack->back() = stack->back().toTensor().to(type);
 }
 
+const c10::OperatorHandle &operator_named(const char *name) {
+    static std::map<std::string, c10::OperatorHandle> found;
+    static std::mutex lock;
+    std::lock_guard<std::mutex> hold(lock);
+    return found.try_emplace(name, c10::Dispatcher::singleton().findSchemaOrThrow(name, "")).first->second;
+}
+
+// torch asks devices that it does not know for convolutions by other names than the CPU.
+void convolve(const c10::OperatorHandle &, Stack *stack) { run(operator_named("aten::convolution"), stack); }
+
+void convolve_backward(const c10::OperatorHandle &op, Stack *stack) {
+    const size_t first = stack->size() - op.schema().arguments().size();
+    const at::Tensor weight = (*stack)[first + 2].toTensor();
+    const bool transposed = (*stack)[first + 6].toBool();
+    const int64_t biases = transposed ? weight.size(1) * (*stack)[first + 8].toInt() : weight.size(0);
+    stack->insert(stack->begin() + static_cast<std::ptrdiff_t>(first) + 3, c10::IntArrayRef{biases});
+    run(operator_named("aten::convolution_backward"), stack);
+}
+
+// A cell of an LSTM, which devices have as one kernel and the CPU has not. The workspace has the four gates.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor &input_gates, const at::Tensor &hidden_gates,
+                                                         const at::Tensor &cx, const std::optional<at::Tensor> &input_bias,
+                                                         const std::optional<at::Tensor> &hidden_bias) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    at::Tensor sum = input_gates + hidden_gates;
+    for (const auto &bias : {input_bias, hidden_bias})
+        if (bias && bias->defined()) sum = sum + *bias;
+    const auto parts = sum.chunk(4, 1);
+    const at::Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), cell = parts[2].tanh();
+    const at::Tensor out = parts[3].sigmoid();
+    const at::Tensor cy = forget * cx + in * cell;
+    return {out * cy.tanh(), cy, at::cat(std::vector<at::Tensor>{in, forget, cell, out}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const std::optional<at::Tensor> &grad_hy,
+                                                                  const std::optional<at::Tensor> &grad_cy,
+                                                                  const at::Tensor &cx, const at::Tensor &cy,
+                                                                  const at::Tensor &workspace, bool has_bias) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const auto gates = workspace.chunk(4, 1);
+    const at::Tensor in = gates[0], forget = gates[1], cell = gates[2], out = gates[3], tanh_cy = cy.tanh();
+    const bool has_hy = grad_hy && grad_hy->defined(), has_cy = grad_cy && grad_cy->defined();
+    const at::Tensor of_hy = has_hy ? *grad_hy : at::zeros_like(cy);
+    at::Tensor of_cy = of_hy * out * (1 - tanh_cy * tanh_cy);
+    if (has_cy) of_cy = of_cy + *grad_cy;
+    const std::vector<at::Tensor> parts{of_cy * cell * in * (1 - in), of_cy * cx * forget * (1 - forget),
+                                        of_cy * in * (1 - cell * cell), of_hy * tanh_cy * out * (1 - out)};
+    const at::Tensor of_gates = at::cat(parts, 1);
+    return {of_gates, of_cy * forget, has_bias ? of_gates.sum(0) : at::Tensor()};
+}
+
 // Attention by its formula: the CPU's flash kernel has another signature than the devices'.
 int64_t attention_kind(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &,
                        double, bool, std::optional<double>, bool) {
@@ -382,6 +436,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_local_scalar_dense", item);
     m.impl("record_stream", record_stream);
     m.impl("_fused_sdp_choice", attention_kind);
+    m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve>());
+    m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve_backward>());
+    m.impl("_thnn_fused_lstm_cell", lstm_cell);
+    m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
     m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
     // Without this line torch takes a formula of other operators, whose bits are not those of the CPU.
     m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run>());

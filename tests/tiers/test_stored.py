@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import zeropp
 from disk import scratch
-from ranks import on_cpu_only, on_ranks, shards_tier
+from ranks import on_ranks, shards_tier
 from training import CONTEXT, batch, gpt
 from zeropp import Comm, Config, Offload, Precision, Tier
 from zeropp.zero.engine import engine_of
@@ -185,7 +185,6 @@ class Mixture(torch.nn.Module):
 
 @on_ranks(1, 2)
 def test_experts_are_matrices() -> None:
-    on_cpu_only("the simulated GPU has no convolutions")
     with scratch() as path:
         for stored, where in (("int8", path), ("int4", None)):
             plain = Mixture().bfloat16()
