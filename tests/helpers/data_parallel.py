@@ -14,23 +14,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Averaged(nn.Module):
-    """Take rank 0's values, and average each gradient over the ranks when autograd has added it, by way of the host."""
+    """Take rank 0's values, and average the gradients over the ranks at the end of each backward, by way of the host.
+
+    As with DistributedDataParallel, parts of a gradient are added on each rank before they are averaged, and a parameter that some
+    ranks do not use gets their average, too.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self._syncs, self._follows = module, True, True
+        self.module, self._syncs, self._follows, self._queued = module, True, True, False
         for parameter in module.parameters():
             _take_from_rank_0(parameter)
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._average)
-            parameter.requires_grad_(trained)  # torch refuses hooks of what is frozen, and it may be trained later
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run the module; its buffers are rank 0's, unless the forward before was one without a backward that averages."""
         for buffer in self.module.buffers() if self._follows else ():
             _take_from_rank_0(buffer)
         self._follows = self._syncs and torch.is_grad_enabled()
-        return self.module(*args, **options)
+        outputs = self.module(*args, **options)
+        for output in torch.utils._pytree.tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._queue)
+        return outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -39,8 +44,23 @@ class Averaged(nn.Module):
         yield
         self._syncs = True
 
-    def _average(self, parameter: torch.Tensor) -> None:
-        if self._syncs and parameter.grad is not None:
+    def _queue(self, _: torch.Tensor) -> None:
+        """Average when the backward that reaches an output has ended, and with it those that it runs inside."""
+        if self._syncs and not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self._queued = False
+        parameters = [one for one in self.module.parameters() if one.requires_grad]
+        used = torch.tensor([float(one.grad is not None) for one in parameters], device="cpu")
+        dist.all_reduce(used)
+        for parameter, ranks in zip(parameters, used.tolist(), strict=True):
+            if not ranks:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             values = parameter.grad.cpu() / dist.get_world_size()
             dist.all_reduce(values)
             parameter.grad.copy_(values)
