@@ -140,7 +140,7 @@ static zpp_status keep_for_backward(zpp_zero *zero, struct zpp_err *err) {
         if (!zpp_unit_fits_ahead(zero, candidate)) return ZPP_OK;
         if (candidate->state == ZPP_UNIT_SHARDED) {
             const zpp_status status = zpp_unit_gather_begin(zero, candidate, err);
-            if (status != ZPP_OK) return status;
+            if (status != ZPP_OK) return status == ZPP_AGAIN ? ZPP_OK : status; /* AGAIN: a whole unit has its memory */
         }
         zpp_unit_set_kept(zero, candidate, true);
     }
@@ -151,7 +151,7 @@ void zpp_zero_keep_for_forward(zpp_zero *zero) {
         const int next = unit_ahead(&zero->trace, ZPP_PHASE_FORWARD, steps);
         struct zpp_unit *candidate = next < 0 ? NULL : zero->units[next];
         if (candidate && candidate->masked) continue;
-        if (!candidate || !candidate->placement->keeps || !zpp_unit_is_gathered(candidate)) return;
+        if (!candidate || !candidate->placement->steps_whole || !zpp_unit_is_gathered(candidate)) return;
         if (!zpp_unit_fits_ahead(zero, candidate)) return;
         zpp_unit_set_kept(zero, candidate, true);
         candidate->kept_over_step = true;

@@ -30,7 +30,8 @@ struct zpp_placement {
     const char *name;
     bool moves;   /* units are SHARDED, gathered when they are needed, and released */
     bool in_file; /* this rank's shard is written to a file after it was changed */
-    bool keeps;   /* a release may keep the values for the next pass, because to get them again is slow */
+    bool keeps;   /* a release may keep the values for the backward, because to get them again is slow */
+    bool steps_whole; /* a step inside the backward leaves the whole unit new, so that the next forward may keep it */
 
     /* --- the coordinator's: called of the placement that its moving units have ------------------------------------ */
     zpp_status (*open)(zpp_zero *zero, struct zpp_err *err); /* create: its streams */

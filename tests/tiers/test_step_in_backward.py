@@ -28,6 +28,10 @@ Steps = dict[str, Any]
 BACKWARD_STEP: Steps = {"step_in_backward": True}
 
 
+def on_cpu() -> bool:
+    return torch.get_default_device().type == "cpu"
+
+
 def tiers(path: str, params: float = 0.0, states: float = 0.0) -> Offload:
     """Fractions of them in files; 0: in memory."""
     return Offload(
@@ -345,10 +349,12 @@ def until_idle() -> None:
 @on_ranks(1, 2)
 def test_bytes_of_a_step() -> None:
     """Parameters are read twice and not a third time, once where the forward keeps them for the backward, and not at all where the
-    step keeps them for the forward; states once, and all is written once."""
+    step keeps them for the forward; states once, and all is written once. Beside a GPU the step reads parameters itself, and what is
+    whole there is old then, so that no forward keeps it."""
     ranks = dist.get_world_size()
     with scratch() as path:
-        for prefetch, least, most in ((0, 3.5, 4.2), ("auto", 1.95, 2.6)):  # a model of 6 MB stays, where anything may
+        bounds = ((0, 3.5, 4.2), ("auto", 1.95, 2.6)) if on_cpu() else ((0, 4.5, 5.2), ("auto", 3.9, 4.6))
+        for prefetch, least, most in bounds:  # a model of 6 MB stays, where anything may
             model, optimizer = prepared(256, stage=3, offload=tiers(path, 1.0, 1.0), prefetch=prefetch, **BACKWARD_STEP)
             train(model, optimizer, 0, 2)
             until_idle()
@@ -379,8 +385,8 @@ def test_kept_for_the_next_forward() -> None:
             model, optimizer = prepared(128, stage=3, **tier, **BACKWARD_STEP)
             filed = engine_of(model).params
             seen = train(model, optimizer, 0, 2)
-            if filed.in_file:
-                block = 12 * 128 * 128 * 4
+            if filed.in_file:  # beside a GPU the step is on the host, and what is whole on the GPU is old after it
+                block = 12 * 128 * 128 * 4 if on_cpu() else 0
                 assert block <= filed.figures()["acquired_bytes"] <= 3 * block
             first = model.blocks[0]
             with torch.no_grad(), zeropp.gathered(first, write=True):

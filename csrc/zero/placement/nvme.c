@@ -176,7 +176,7 @@ static zpp_status open_shard(zpp_zero *zero, struct zpp_unit *unit, const struct
 }
 
 const struct zpp_placement zpp_placement_nvme = {
-    .name = "nvme", .moves = true, .in_file = true, .keeps = true,
+    .name = "nvme", .moves = true, .in_file = true, .keeps = true, .steps_whole = true,
     .open = open_streams, .seal = seal, .reads = zpp_file_reads, .count_memory = zpp_file_count_memory,
     .lay_out = zpp_file_lay_out_whole, .locate = locate,
     .acquire = acquire, .release = release,

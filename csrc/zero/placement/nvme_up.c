@@ -8,13 +8,14 @@
  * A read begins at once. The queue `arrive` stages the unit when it has come, and enqueues its copy on the stream
  * `gather`, so the backward thread waits for the disk only where it needs the unit. The memory of the mapping goes
  * again as soon as the unit is staged. Staging is page-locked, because a copy engine reads it; the mapping is not,
- * because its pages come and go.
+ * because its pages come and go. What a forward keeps for its backward stays on the accelerator, and is not read again.
  *
  *   unit->ready       on `arrive`: the unit is staged, and its copy enqueued
  *   unit->allocated   on `gather`: the unit is whole
  *
  * The step runs on the host, through windows of the mapping, as it does without an accelerator. A step inside the
- * backward opens the unit in the mapping, beside what is whole on the accelerator.
+ * backward opens the unit in the mapping, beside what is whole on the accelerator: it reads the unit once more, and the
+ * next forward reads the new values.
  */
 #include <string.h>
 
@@ -200,6 +201,7 @@ const struct zpp_placement zpp_placement_nvme_up = {
     .name = "nvme_up",
     .moves = true,
     .in_file = true,
+    .keeps = true,
     .open = open_streams,
     .seal = seal,
     .fini = fini,
