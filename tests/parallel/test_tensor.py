@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from zeropp.zero.engine import engine_of
 from zeropp.zero.model import arrivals
 from zeropp.zero.model.boxes import Box
 from zeropp.zero.model.dtensor import boxes_of_dtensor
+from zeropp.zero.model.init import own_shard
 
 WIDTH, CLIP = 16, 0.5
 
@@ -277,7 +279,9 @@ def test_a_model_in_shards_is_cut() -> None:
     assert all(one is before[name] for name, one in model.named_parameters())
     _cut(mesh, model=model)
     assert model.head.weight.shape == (11, WIDTH)
+    shards = [weakref.ref(own_shard(parameter)) for parameter in model.parameters()]
     model, optimizer = zeropp.prepare(model, _adam(model), zeropp.Config(stage=3), mesh=mesh)
+    assert not [shard for shard in shards if shard() is not None]  # or all would be in memory twice
     _require_training_of_one_process(model, optimizer, mesh)
 
 

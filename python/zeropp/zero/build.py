@@ -371,6 +371,7 @@ def _fill_entry(engine: Engine, unit: Unit, entry: Entry, full: torch.Tensor | N
     place(entry.param, view)
     if sharded:
         become_plain(entry.param)
+        drop_shard(entry.param)
 
 
 def _fill_part(engine: Engine, unit: Unit, entry: Entry, parts: Parts, full: torch.Tensor | None) -> None:
