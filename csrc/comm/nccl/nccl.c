@@ -10,10 +10,15 @@
 
 /* --- collectives -------------------------------------------------------------------------------------------------- */
 
-/* Make the group's stream wait for what the caller's stream holds now. */
-static zpp_status follow(struct zpp_nccl *nccl, void *native, struct zpp_err *err) {
+/* The stream of the group that stands for the driver's. */
+static zpp_stream *caller_of(struct zpp_nccl *nccl, void *native) {
     zpp_stream_adopt(nccl->caller, native);
-    zpp_status status = zpp_event_record(nccl->before, nccl->caller, err);
+    return nccl->caller;
+}
+
+/* Make the group's stream wait for what the caller's stream holds now. */
+static zpp_status follow(struct zpp_nccl *nccl, zpp_stream *caller, struct zpp_err *err) {
+    zpp_status status = zpp_event_record(nccl->before, caller, err);
     return status == ZPP_OK ? zpp_stream_wait(nccl->stream, nccl->before, NULL, err) : status;
 }
 
@@ -32,18 +37,22 @@ static zpp_status enter_identity(struct zpp_nccl *nccl, const struct zpp_call *c
     return status;
 }
 
-zpp_status zpp_nccl_submit(zpp_nccl *nccl, const struct zpp_call *calls, size_t count, void *native,
-                           const struct zpp_wait *wait, zpp_nccl_work **out, struct zpp_err *err) {
+static zpp_status check_all(const struct zpp_nccl *nccl, const struct zpp_call *calls, size_t count,
+                            struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (size_t i = 0; i < count && status == ZPP_OK; i++) status = zpp_nccl_check(nccl, &calls[i], err);
-    if (status != ZPP_OK) return status;
-    pthread_mutex_lock(&nccl->lock);
+    return status;
+}
+
+/* With the lock. */
+static zpp_status submit(zpp_nccl *nccl, const struct zpp_call *calls, size_t count, zpp_stream *caller,
+                         const struct zpp_wait *wait, zpp_nccl_work **out, struct zpp_err *err) {
     struct zpp_nccl_work *work = NULL;
-    status = stands(nccl, err);
+    zpp_status status = stands(nccl, err);
     if (status == ZPP_OK) status = zpp_nccl_flush(nccl, err);
     if (status == ZPP_OK && !(work = zpp_nccl_work_new(nccl, err))) status = ZPP_NOMEM;
     for (size_t i = 0; i < count && status == ZPP_OK; i++) status = enter_identity(nccl, &calls[i], err);
-    if (status == ZPP_OK) status = follow(nccl, native, err);
+    if (status == ZPP_OK) status = follow(nccl, caller, err);
     if (status == ZPP_OK) {
         struct zpp_call first = calls[0];
         first.beside = true;
@@ -55,8 +64,36 @@ zpp_status zpp_nccl_submit(zpp_nccl *nccl, const struct zpp_call *calls, size_t 
         *out = work;
     else if (work)
         zpp_nccl_work_undo(work);
+    return status;
+}
+
+zpp_status zpp_nccl_submit(zpp_nccl *nccl, const struct zpp_call *calls, size_t count, void *native,
+                           const struct zpp_wait *wait, zpp_nccl_work **out, struct zpp_err *err) {
+    zpp_status status = check_all(nccl, calls, count, err);
+    if (status != ZPP_OK) return status;
+    pthread_mutex_lock(&nccl->lock);
+    status = submit(nccl, calls, count, caller_of(nccl, native), wait, out, err);
     pthread_mutex_unlock(&nccl->lock);
     return status;
+}
+
+zpp_status zpp_nccl_order(zpp_nccl *nccl, const struct zpp_call *calls, size_t count, zpp_stream *stream,
+                          struct zpp_err *err) {
+    struct zpp_nccl_work *work = NULL;
+    zpp_status status = check_all(nccl, calls, count, err);
+    if (status != ZPP_OK) return status;
+    pthread_mutex_lock(&nccl->lock);
+    status = submit(nccl, calls, count, stream, NULL, &work, err);
+    if (status == ZPP_OK) status = zpp_stream_wait(stream, work->done, NULL, err);
+    pthread_mutex_unlock(&nccl->lock);
+    zpp_nccl_work_free(work);
+    return status;
+}
+
+void zpp_nccl_set_halt(zpp_nccl *nccl, uint64_t *halt) {
+    pthread_mutex_lock(&nccl->lock);
+    nccl->halt = halt;
+    pthread_mutex_unlock(&nccl->lock);
 }
 
 /* --- sends and receives ------------------------------------------------------------------------------------------- */
@@ -71,7 +108,7 @@ static zpp_status gather_one(zpp_nccl *nccl, bool sends, const struct zpp_call *
     struct zpp_nccl_work *work = NULL;
     zpp_status status = stands(nccl, err);
     if (status == ZPP_OK && !(work = zpp_nccl_work_new(nccl, err))) status = ZPP_NOMEM;
-    if (status == ZPP_OK) status = follow(nccl, native, err);
+    if (status == ZPP_OK) status = follow(nccl, caller_of(nccl, native), err);
     if (status == ZPP_OK) {
         work->transfer = *transfer;
         work->sends = sends;

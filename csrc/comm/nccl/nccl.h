@@ -39,6 +39,13 @@ void zpp_nccl_destroy(zpp_nccl *nccl);
  * INVALID for operations that NCCL lacks: reductions of int16, bitwise operations. */
 zpp_status zpp_nccl_submit(zpp_nccl *nccl, const struct zpp_call *calls, size_t count, void *native,
                            const struct zpp_wait *wait, zpp_nccl_work **out, struct zpp_err *err);
+/* Enqueue collectives in the same way after what `stream` holds, and order later operations of `stream` after them: a
+ * stream of the group's device without a queue. The host keeps no work. */
+zpp_status zpp_nccl_order(zpp_nccl *nccl, const struct zpp_call *calls, size_t count, zpp_stream *stream,
+                          struct zpp_err *err);
+/* Once the group fails, what waits for its works runs with wrong values. `halt`, a word that is 0, is set to 1 before
+ * that, so that kernels which look at it write nothing. Borrowed until zpp_nccl_destroy; pinned on the device. */
+void zpp_nccl_set_halt(zpp_nccl *nccl, uint64_t *halt);
 /* Enqueue one send or receive; they match by order, there are no tags. */
 zpp_status zpp_nccl_send(zpp_nccl *nccl, const void *data, size_t bytes, int to, void *native, zpp_nccl_work **out,
                          struct zpp_err *err);

@@ -41,6 +41,7 @@ struct zpp_nccl {
     zpp_stream *stream, *caller; /* the group's own, whatever stream the caller has */
     zpp_event *before;           /* recorded on the caller's stream when a call comes */
     void *native;                /* of `stream` */
+    uint64_t *halt;              /* NULL, or zpp_nccl_set_halt */
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pthread_t watch;

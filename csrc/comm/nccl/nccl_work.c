@@ -78,6 +78,7 @@ zpp_status zpp_nccl_break(struct zpp_nccl *nccl, const struct zpp_err *cause, st
     if (nccl->error.status == ZPP_OK) {
         if (zpp_comm_health(nccl->control, &nccl->error) == ZPP_OK)
             (void)zpp_comm_fail(nccl->control, cause->status, cause->rank, &nccl->error, "%s", cause->text);
+        if (nccl->halt) __atomic_store_n(nccl->halt, 1, __ATOMIC_SEQ_CST);
         if (nccl->comm) nccl->api->ncclCommAbort(nccl->comm); /* kernels that wait for a peer end, too */
         nccl->comm = NULL;
     }
