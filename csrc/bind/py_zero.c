@@ -280,18 +280,18 @@ static zpp_status open_core(Zero *zero, int threads, const struct zpp_zero_optio
 
 /* Zero(stage, comm | None, comm of the job | None: it is `comm`, prefetch_bytes, bucket_bytes, accumulate, threads,
  * functions, params_fraction, comm of this host's ranks, which have a copy of FILE units of their own | None, type of
- * torch's device | None for the CPU, its index, are shards on it) */
+ * torch's device | None for the CPU, its index, are shards on it, way of zpp_gather) */
 static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     Zero *zero = (Zero *)self;
     PyObject *comm, *job, *copy, *functions;
     Py_ssize_t prefetch_bytes, bucket_bytes;
-    int threads, device_index, shards_on_device;
+    int threads, device_index, shards_on_device, gather;
     const char *device;
     (void)kwargs;
     double params_fraction;
-    if (!PyArg_ParseTuple(args, "iOOnniiO!dOzip", &zero->stage, &comm, &job, &prefetch_bytes, &bucket_bytes,
+    if (!PyArg_ParseTuple(args, "iOOnniiO!dOzipi", &zero->stage, &comm, &job, &prefetch_bytes, &bucket_bytes,
                           &zero->accumulate, &threads, &PyDict_Type, &functions, &params_fraction, &copy, &device,
-                          &device_index, &shards_on_device))
+                          &device_index, &shards_on_device, &gather))
         return -1;
     zero->sync = true;
     zero->graded_task = -1;
@@ -303,6 +303,7 @@ static int zero_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                                        .prefetch_bytes = (size_t)prefetch_bytes,
                                        .bucket_bytes = (size_t)bucket_bytes,
                                        .params_fraction = params_fraction,
+                                       .gather = (enum zpp_gather)gather,
                                        .shards = shards_on_device ? ZPP_SHARDS_ON_DEVICE : ZPP_SHARDS_ON_HOST};
     if (keep_comms(zero, comm, job, copy, &options)) return -1;
     zpp_status status = open_devices(zero, device, device_index, &options, &err);
@@ -562,6 +563,14 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
                          "resident", (Py_ssize_t)memory.resident_bytes, "blocks", (Py_ssize_t)memory.block_bytes);
 }
 
+/* gather_way() -> (way of zpp_gather, why) */
+static PyObject *zero_gather_way(PyObject *self, PyObject *unused) {
+    const char *why = NULL;
+    (void)unused;
+    const enum zpp_gather way = zpp_zero_gather_way(((Zero *)self)->core, &why);
+    return Py_BuildValue("iz", (int)way, why);
+}
+
 static PyObject *zero_gather_ns(PyObject *self, PyObject *unused) {
     (void)unused;
     return PyLong_FromUnsignedLongLong(zpp_zero_gather_ns(((Zero *)self)->core));
@@ -606,6 +615,8 @@ static PyMethodDef zero_methods[] = {
     {"seal", zero_seal, METH_NOARGS, "Collective: make the memory of all units."},
     {"bind_unit", zero_bind_unit, METH_VARARGS, "bind_unit(index, params, plain, released) -> Unit"},
     {"set_moved", zero_set_moved, METH_O, "set_moved(callable): called with a unit whose whole memory moved."},
+    {"gather_way", zero_gather_way, METH_NOARGS,
+     "gather_way() -> (0: nothing moves between GPUs, 1: copies, 2: NCCL; why)"},
     {"gather_ns", zero_gather_ns, METH_NOARGS, "How long modules and readers waited for their units, so far."},
     {"release_all", zero_release_all, METH_NOARGS, "Release every unit that is not pinned."},
     {"memory", zero_memory, METH_NOARGS, "Bytes held on this rank, by kind."},

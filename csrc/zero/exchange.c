@@ -76,7 +76,8 @@ static zpp_status exchange_all(zpp_zero *zero, uint64_t kind, const void *mine, 
         memcpy(all, mine, bytes);
         return ZPP_OK;
     }
-    if (zpp_internode(zero->options.comm)) return zpp_internode_exchange(zero, kind, mine, bytes, all, wait, err);
+    if (zpp_internode(zero->options.comm) || zpp_zero_by_nccl(zero))
+        return zpp_internode_exchange(zero, kind, mine, bytes, all, wait, err);
     /* Nothing is trainable, so nothing is reduced. */
     if (!zero->ring) return zpp_all_gather(zero->options.comm, all, mine, bytes, wait, err);
     if (bytes > exchange->board_bytes)

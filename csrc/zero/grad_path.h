@@ -7,6 +7,7 @@
  *   direct    the bucket (the computation is on the host) nothing
  *   offload   memory of the accelerator (grad_offload.c)  one copy to the bucket, when the unit is complete
  *   device    the bucket, in memory of the accelerator that all ranks map (reduce_device.c)   nothing
+ *   nccl      the bucket, in memory of the accelerator                    an exchange of shards (by_nccl.c)
  *
  * Threads: the coordinator's; arrived and reduce: where the reduction runs.
  */

@@ -9,6 +9,7 @@
 
 #include "../base/mem.h"
 #include "../base/timeline.h"
+#include "../comm/nccl/nccl.h"
 #include "../ops/quant/quant.h"
 #include "offload/unit_file.h"
 #include "reduce.h"
@@ -100,6 +101,15 @@ struct zpp_grad_blocks {
     zpp_stream *down; /* copies to the host */
 };
 
+/* --- NCCL between accelerators (by_nccl.c) ------------------------------------------------------------------------ */
+struct zpp_by_nccl {
+    zpp_nccl *nccl;             /* NULL: ranks copy, or there is one */
+    uint64_t *halt;             /* of kernels behind calls that failed; a pinned page */
+    struct zpp_err no_map;      /* why peers cannot map each other's memory; OK: that was not the reason */
+    unsigned char *received;    /* every rank's shard of one bucket, as they came */
+    const unsigned char *zeros; /* what a rank without a gradient sends: one shard */
+};
+
 /* --- the coordinator ---------------------------------------------------------------------------------------------- */
 struct zpp_zero {
     struct zpp_zero_options options;
@@ -176,6 +186,7 @@ struct zpp_zero {
     const struct zpp_grad_store *store; /* where reduced gradients live */
     const struct zpp_grad_path *path;   /* how gradients come to their buckets */
     struct zpp_on_device *on_device;    /* NULL: shards are on the host */
+    struct zpp_by_nccl by_nccl;
     struct zpp_grad_blocks blocks;
     unsigned char *grads_alone; /* one rank beside an accelerator: buckets, private memory */
     size_t grads_alone_bytes;
@@ -313,6 +324,14 @@ zpp_status zpp_wire_device_pack(zpp_zero *zero, const struct zpp_unit *unit, uns
 zpp_status zpp_wire_device_sum(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_sum_op *sum,
                                struct zpp_err *err);
 
+/* --- by_nccl.c ---------------------------------------------------------------------------------------------------- */
+/* True if NCCL moves what accelerators exchange: then ranks compare what they do by collectives, as over hosts. */
+static inline bool zpp_zero_by_nccl(const zpp_zero *zero) { return zero->by_nccl.nccl; }
+/* In order on `stream`: dst[ranks * bytes] = every data rank's src, which may be its place in dst. All ranks enqueue it
+ * at the same place of the program. `object`: what it is, for messages and the comparison of ranks. */
+zpp_status zpp_by_nccl_all_gather(zpp_zero *zero, zpp_stream *stream, uint32_t object, void *dst, const void *src,
+                                  size_t bytes, struct zpp_err *err);
+
 /* --- internode.c -------------------------------------------------------------------------------------------------- */
 static inline bool zpp_internode(const zpp_comm *comm) { return comm && zpp_comm_hosts(comm) > 1; }
 
@@ -330,6 +349,10 @@ zpp_status zpp_internode_gather_now(zpp_zero *zero, struct zpp_unit *unit, const
                                     struct zpp_err *err);
 /* End what is under way, whatever its state, because what it reads and writes is about to go. */
 void zpp_internode_drop(zpp_comm *comm, zpp_work **work);
+/* AGAIN (`wait` NULL) while it runs; then its status, and *work is freed and NULL. NULL is fine. */
+zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err);
+/* Note which parameters have a gradient on any rank, of grad->internode_memory. Return false if none has. */
+bool zpp_internode_merge_present(struct zpp_unit_grad *grad);
 /* A few bytes of every rank, with what they are for. */
 zpp_status zpp_internode_exchange(zpp_zero *zero, uint64_t kind, const void *mine, size_t bytes, void *all,
                                   const struct zpp_wait *wait, struct zpp_err *err);

@@ -63,8 +63,7 @@ zpp_status zpp_internode_gather_now(zpp_zero *zero, struct zpp_unit *unit, const
     return zpp_comm_call(unit->group->comm, &call, wait, err);
 }
 
-/* AGAIN (`wait` NULL) while it runs; then its status, and *work is freed and NULL. */
-static zpp_status await_work(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
+zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err) {
     if (!*work) return ZPP_OK;
     if (!wait && !zpp_work_finished(*work)) return ZPP_AGAIN;
     const zpp_status status = zpp_work_wait(*work, wait, err);
@@ -77,7 +76,7 @@ static zpp_status await_work(zpp_work **work, const struct zpp_wait *wait, struc
 zpp_status zpp_internode_gather_wait(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
                                      struct zpp_err *err) {
     (void)zero;
-    return await_work(&unit->gather_work, wait, err);
+    return zpp_internode_await(&unit->gather_work, wait, err);
 }
 
 void zpp_internode_drop(zpp_comm *comm, zpp_work **work) {
@@ -214,8 +213,7 @@ static void add_shard(zpp_zero *zero, struct zpp_unit_grad *grad) {
     zpp_bucket_add_carry(grad, grad->shard);
 }
 
-/* Note which parameters have a gradient on any rank. Return false if none has. */
-static bool merge_present(struct zpp_unit_grad *grad) {
+bool zpp_internode_merge_present(struct zpp_unit_grad *grad) {
     const uint8_t *touched = grad->internode_memory;
     bool any = false;
     for (size_t i = 0; i < grad->unit->params; i++) {
@@ -230,8 +228,8 @@ static zpp_status await_sum(zpp_zero *zero, struct zpp_unit_grad *grad, const st
     const struct zpp_grad_store *store = zero->store;
     /* it is read while the sum is made */
     zpp_status status = store->load ? store->load(zero, grad, wait, err) : ZPP_OK;
-    if (status == ZPP_OK) status = await_work(&grad->internode_flags, wait, err);
-    if (status == ZPP_OK) status = await_work(&grad->internode_sum, wait, err);
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_flags, wait, err);
+    if (status == ZPP_OK) status = zpp_internode_await(&grad->internode_sum, wait, err);
     return status == ZPP_OK && store->load_wait ? store->load_wait(zero, grad, wait) : status;
 }
 
@@ -242,7 +240,7 @@ zpp_status zpp_reduce_net_finish(void *arg, void *native, const struct zpp_wait 
     const struct zpp_grad_store *store = zero->store;
     zpp_status status = await_sum(zero, grad, wait, err);
     if (status != ZPP_OK) return status;
-    if (merge_present(grad)) {
+    if (zpp_internode_merge_present(grad)) {
         status = store->acquire ? store->acquire(zero, grad, err) : ZPP_OK;
         if (status != ZPP_OK) return status;
         add_shard(zero, grad);

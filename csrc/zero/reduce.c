@@ -116,7 +116,7 @@ static zpp_status make_shards(zpp_zero *zero, struct zpp_err *err) {
 }
 
 static zpp_status make_rings(zpp_zero *zero, struct zpp_err *err) {
-    if (!zero->options.comm || zpp_internode(zero->options.comm)) return ZPP_OK;
+    if (!zero->options.comm || zpp_internode(zero->options.comm) || zpp_zero_by_nccl(zero)) return ZPP_OK;
     zpp_status status = zpp_desc_ring_create(zero->options.comm, "reduce", &zero->ring, err);
     if (status == ZPP_OK && zero->options.stage == 0)
         status = zpp_desc_ring_create(zero->options.comm, "copy", &zero->copy_ring, err);
@@ -229,7 +229,7 @@ static zpp_status launch(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_
     grad->pass = zero->pass;
     zpp_unit_grad_reduce(grad);
     zpp_bucket_list(zero, grad);
-    const bool internode = zpp_internode(zero->options.comm);
+    const bool internode = zpp_internode(zero->options.comm) && !zero->path->reduce;
     zpp_status status = zero->path->send(zero, grad, err);
     if (status == ZPP_OK && internode)
         status = zpp_reduce_net_launch(zero, grad, grad->empty ? NULL : zpp_bucket_flags(zero, grad->unit),

@@ -12,6 +12,8 @@
  * the compute stream waits for those before the place is filled again. Where gradients are held back (accumulation)
  * the arena is soon full. Then a unit collects in memory of its own, and its gradient is copied to one place behind the
  * arena when it goes out.
+ *
+ * Where NCCL moves the bytes, buckets are memory of this rank alone, and by_nccl.c has the rounds.
  */
 #include "on_device.h"
 
@@ -49,6 +51,28 @@ static zpp_status lay_out_flags(zpp_zero *zero, size_t *flags_bytes, size_t *lar
     return ZPP_OK;
 }
 
+/* NCCL: behind the buckets, every rank's shard of one bucket as it came, and zeros in the place of one shard. They are
+ * read by streams in order, so there is one of each. */
+static zpp_status make_own_buckets(zpp_zero *zero, size_t bytes, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    size_t received_bytes = 0, zeros_bytes = 0;
+    for (int at = 0; at < zero->order_count; at++) {
+        const struct zpp_unit *unit = zero->units[zero->order[at]];
+        zeros_bytes = larger(zeros_bytes, zpp_device_stride(zero, unit));
+        received_bytes = larger(received_bytes, zpp_device_stride(zero, unit) * (size_t)unit->group->ranks);
+    }
+    void *memory = NULL;
+    const size_t all_bytes = bytes + received_bytes + zeros_bytes;
+    const zpp_status status = zpp_device_alloc(zero->options.device, all_bytes, &memory, err);
+    if (status != ZPP_OK) return status;
+    on->buckets = memory;
+    on->buckets_bytes = all_bytes;
+    zero->by_nccl.received = on->buckets + bytes;
+    zero->by_nccl.zeros = zero->by_nccl.received + received_bytes;
+    zero->buckets.touched_bytes += received_bytes + zeros_bytes;
+    return zpp_stream_fill(zero->compute, zero->by_nccl.received + received_bytes, 0, zeros_bytes, err);
+}
+
 static zpp_status make_buckets(zpp_zero *zero, size_t mappings_bytes, size_t board_bytes, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
     size_t flags_bytes = 0, largest_bytes = 0, arena_bytes = 0, bytes = mappings_bytes;
@@ -69,11 +93,14 @@ static zpp_status make_buckets(zpp_zero *zero, size_t mappings_bytes, size_t boa
         status =
             zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, flags_bytes + board_bytes, &zero->grads, err);
     if (status != ZPP_OK) return status;
+    if (zpp_zero_by_nccl(zero)) return make_own_buckets(zero, bytes, err);
     return zpp_device_region_create(zero->options.comm, zero->options.device, bytes, &on->grads, err);
 }
 
+/* NCCL: of this rank alone. */
 static unsigned char *part_of(const zpp_zero *zero, int rank) {
-    return zpp_device_region_base(zero->on_device->grads, rank);
+    const struct zpp_on_device *on = zero->on_device;
+    return zpp_zero_by_nccl(zero) ? on->buckets : zpp_device_region_base(on->grads, rank);
 }
 
 static unsigned char *memory_of(const zpp_zero *zero, const struct zpp_unit *unit) {
@@ -118,7 +145,7 @@ static zpp_status add_gradient(zpp_zero *zero, void *to, const void *from, size_
                                    .dtype = dtype,
                                    .dst_dtype = dtype,
                                    .accumulate = true,
-                                   .halt = zpp_counters_halt(zero->on_device->counters)};
+                                   .halt = zero->on_device->halt};
     return zpp_stream_sum(zero->compute, &sum, err);
 }
 
@@ -151,21 +178,30 @@ static zpp_status prepare(zpp_zero *zero, struct zpp_unit_grad *grad, const stru
     return zpp_bucket_wait_idle(zero, sent, wait, err);
 }
 
-/* What the peers read is where they look for it: in the bucket, or in the place to send from. */
-static zpp_status put(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+size_t zpp_device_stride(const zpp_zero *zero, const struct zpp_unit *unit) {
+    const size_t stride = zpp_wire_device_stride(zero, unit);
+    return stride ? stride : zpp_grad_shard_bytes(unit->grad);
+}
+
+unsigned char *zpp_device_place(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
+    const size_t offset_bytes =
+        sends_own(zero, grad) ? zero->on_device->sending_offset_bytes : grad->bucket_offset_bytes;
+    return part_of(zero, zero->rank) + offset_bytes + grad->area_offset_bytes;
+}
+
+/* The place is the bucket, or the one to send from; in it, the area if there is one. */
+zpp_status zpp_device_put(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     const bool own = sends_own(zero, grad);
-    const size_t offset_bytes = own ? zero->on_device->sending_offset_bytes : grad->bucket_offset_bytes;
-    unsigned char *place = part_of(zero, zero->rank) + offset_bytes;
+    unsigned char *place = zpp_device_place(zero, grad);
+    if (own) zero->on_device->sent = grad;
     if (grad->area_offset_bytes)
-        return zpp_wire_device_pack(zero, grad->unit, memory_of(zero, grad->unit), place + grad->area_offset_bytes,
-                                    err);
+        return zpp_wire_device_pack(zero, grad->unit, memory_of(zero, grad->unit), place, err);
     return own ? zpp_stream_copy(zero->compute, place, grad->own, zpp_grad_whole_bytes(grad), err) : ZPP_OK;
 }
 
 static zpp_status send(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
-    const zpp_status status = grad->empty ? ZPP_OK : put(zero, grad, err);
-    if (!grad->empty && sends_own(zero, grad)) on->sent = grad;
+    const zpp_status status = grad->empty ? ZPP_OK : zpp_device_put(zero, grad, err);
     grad->number = ++on->reductions;
     if (status != ZPP_OK) return status;
     return zpp_counters_signal(on->counters, zero->compute, ZPP_COUNTER_WRITTEN, grad->number, err);
@@ -183,8 +219,7 @@ static zpp_status post(zpp_zero *zero, struct zpp_unit_grad *grad, const struct 
  * rank's shard in each. */
 static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, const void **sources) {
     const struct zpp_group *group = grad->unit->group;
-    const bool area = grad->area_offset_bytes;
-    const size_t stride = area ? zpp_wire_device_stride(zero, grad->unit) : zpp_grad_shard_bytes(grad);
+    const size_t stride = zpp_device_stride(zero, grad->unit);
     int count = 0;
     for (int at = 0; at < group->ranks; at++) {
         const int rank = group->members[at];
@@ -197,13 +232,11 @@ static int collect_sources(zpp_zero *zero, struct zpp_unit_grad *grad, const voi
     return count;
 }
 
-/* As add_shards of reduce_shm.c. On the CPU the sum also finds whose gradient was not finite; here nobody is named. */
-static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+zpp_status zpp_device_add(zpp_zero *zero, struct zpp_unit_grad *grad, const void *const *sources, int count,
+                          struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
     struct zpp_on_device *on = zero->on_device;
-    const void *sources[ZPP_RANKS_MAX], *carry = grad->carry;
-    const int count = collect_sources(zero, grad, sources);
-    if (count == 0) return ZPP_OK;
+    const void *carry = grad->carry;
     zpp_status status = zero->store->acquire ? zero->store->acquire(zero, grad, err) : ZPP_OK;
     if (status != ZPP_OK) return status;
     unsigned char *to = grad->shard;
@@ -216,7 +249,7 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
                              .dtype = unit->grad_dtype,
                              .dst_dtype = unit->grad_dtype,
                              .accumulate = zpp_reduce_accumulates(zero, grad),
-                             .halt = zpp_counters_halt(on->counters)};
+                             .halt = zero->on_device->halt};
     if (grad->area_offset_bytes) status = zpp_wire_device_sum(zero, unit, &sum, err);
     else status = zpp_stream_sum(on->sums, &sum, err);
     if (status == ZPP_OK && grad->carries) {
@@ -227,6 +260,15 @@ static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct 
         sum.accumulate = true;
         status = zpp_stream_sum(on->sums, &sum, err);
     }
+    return status;
+}
+
+/* As add_shards of reduce_shm.c. On the CPU the sum also finds whose gradient was not finite; here nobody is named. */
+static zpp_status add_shards(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const void *sources[ZPP_RANKS_MAX];
+    const int count = collect_sources(zero, grad, sources);
+    if (count == 0) return ZPP_OK;
+    const zpp_status status = zpp_device_add(zero, grad, sources, count, err);
     zpp_origin_note(zero, grad, 0);
     grad->has = grad->changed = true;
     zpp_reduce_count_traffic(zero, grad);

@@ -5,6 +5,9 @@
  *   taken  <=  ready  <=  seen  <=  sent        sent - taken <= ZPP_CLIP_AHEAD
  *
  * A board has more places than steps can be under way, so that a rank never writes one that a peer may still read.
+ *
+ * Where NCCL moves what GPUs exchange, each rank has boards of all ranks, and fills those of the others: places go up
+ * to `staging`, an all-gather follows, and places of the peers go down.
  */
 #include "step_ahead.h"
 
@@ -25,6 +28,7 @@ struct zpp_step_ahead {
     /* boards */
     zpp_region *region; /* of several ranks; NULL: `alone` */
     void *alone;
+    unsigned char *staging; /* NCCL: a place of each rank, in memory of the device */
     int pinned;           /* parts of so many ranks */
     size_t groups, names; /* sums of units, and the most pieces of one rank */
     size_t place_bytes;
@@ -54,7 +58,8 @@ static size_t part_bytes(const zpp_step_ahead *ahead) {
 }
 
 static void *part_of(const zpp_step_ahead *ahead, int rank) {
-    return ahead->region ? zpp_region_base(ahead->region, rank) : ahead->alone;
+    if (ahead->region) return zpp_region_base(ahead->region, rank);
+    return ahead->staging ? (unsigned char *)ahead->alone + (size_t)rank * part_bytes(ahead) : ahead->alone;
 }
 
 static struct place place_of(const zpp_step_ahead *ahead, int rank, uint64_t measured) {
@@ -64,7 +69,9 @@ static struct place place_of(const zpp_step_ahead *ahead, int rank, uint64_t mea
     return (struct place){count, names, (double *)(void *)(names + ahead->names)};
 }
 
-static int boards(const zpp_step_ahead *ahead) { return ahead->region ? zpp_zero_ranks(ahead->stepper->zero) : 1; }
+static int boards(const zpp_step_ahead *ahead) {
+    return ahead->region || ahead->staging ? zpp_zero_ranks(ahead->stepper->zero) : 1;
+}
 
 /* The regions of ranks know nothing of reductions: a rank that still reduces would let the others wait in the call for
  * the timeout. The ring of descriptors is asked first, because it names both sides at once. */
@@ -73,6 +80,18 @@ static zpp_status meet(zpp_zero *zero, uint64_t bytes, const struct zpp_wait *wa
     if (!all) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the votes of %d ranks", zpp_zero_ranks(zero));
     const zpp_status status = zpp_zero_agree(zero, &bytes, sizeof bytes, all, wait, err);
     free(all);
+    return status;
+}
+
+static size_t staging_bytes(const zpp_step_ahead *ahead) {
+    return (size_t)zpp_zero_ranks(ahead->stepper->zero) * ahead->place_bytes;
+}
+
+static zpp_status make_staging(zpp_step_ahead *ahead, struct zpp_err *err) {
+    void *memory = NULL;
+    if (!zpp_zero_by_nccl(ahead->stepper->zero)) return ZPP_OK;
+    const zpp_status status = zpp_device_alloc(ahead->device, staging_bytes(ahead), &memory, err);
+    ahead->staging = memory;
     return status;
 }
 
@@ -85,10 +104,11 @@ static zpp_status make_boards(zpp_step_ahead *ahead, const struct zpp_wait *wait
     ahead->place_bytes = sizeof(uint64_t) + ahead->names * sizeof(struct zpp_step_name) +
                          (ahead->groups + ahead->names) * sizeof(double);
     zpp_status status = meet(zero, part_bytes(ahead), wait, err);
+    if (status == ZPP_OK) status = make_staging(ahead, err);
     if (status != ZPP_OK) return status;
-    if (zpp_zero_ranks(zero) > 1)
+    if (zpp_zero_ranks(zero) > 1 && !ahead->staging)
         status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, part_bytes(ahead), &ahead->region, err);
-    else if (!(ahead->alone = aligned_alloc(zpp_page_bytes(), part_bytes(ahead))))
+    else if (!(ahead->alone = aligned_alloc(zpp_page_bytes(), (size_t)boards(ahead) * part_bytes(ahead))))
         status = zpp_fail(err, ZPP_NOMEM, "zero: no memory for the sums of %zu units", ahead->groups);
     while (status == ZPP_OK && ahead->pinned < boards(ahead)) {
         status = zpp_device_pin(ahead->device, part_of(ahead, ahead->pinned), part_bytes(ahead), err);
@@ -121,22 +141,53 @@ static zpp_status agree(zpp_step_ahead *ahead, struct zpp_err *err) {
     return status;
 }
 
+/* The place of this rank goes to all, and those of the others come, sums for kernels and names for the host. */
+static zpp_status exchange(zpp_step_ahead *ahead, zpp_stream *stream, const double **all, struct zpp_err *err) {
+    zpp_zero *zero = ahead->stepper->zero;
+    const int ranks = zpp_zero_ranks(zero), own = zpp_zero_rank(zero);
+    const size_t bytes = ahead->place_bytes;
+    unsigned char *mine = ahead->staging + (size_t)own * bytes;
+    zpp_status status = zpp_stream_copy(stream, mine, place_of(ahead, own, ahead->measured).count, bytes, err);
+    if (status == ZPP_OK) status = zpp_by_nccl_all_gather(zero, stream, 0, ahead->staging, mine, bytes, err);
+    for (int rank = 0; rank < ranks && status == ZPP_OK; rank++) {
+        const struct place place = place_of(ahead, rank, ahead->measured);
+        const unsigned char *came = ahead->staging + (size_t)rank * bytes;
+        const size_t sums_offset = (size_t)((unsigned char *)place.sums - (unsigned char *)place.count);
+        all[rank] = (const double *)(const void *)(came + sums_offset);
+        if (rank != own) status = zpp_stream_copy(stream, place.count, came, bytes, err);
+    }
+    return status;
+}
+
+static zpp_status share_boards(zpp_step_ahead *ahead, zpp_stream *stream, const double **all, struct zpp_err *err) {
+    zpp_zero *zero = ahead->stepper->zero;
+    zpp_counters *counters = zero->on_device->counters;
+    const uint64_t n = ahead->measured;
+    zpp_status status = zpp_counters_signal(counters, stream, ZPP_COUNTER_MEASURED, n, err);
+    if (status == ZPP_OK) status = agree(ahead, err);
+    if (status == ZPP_OK) status = zpp_counters_await(counters, stream, ZPP_COUNTER_MEASURED, n, err);
+    for (int rank = 0; rank < zpp_zero_ranks(zero); rank++) all[rank] = place_of(ahead, rank, n).sums;
+    return status;
+}
+
 static zpp_status share(void *arg, zpp_stream *stream, const struct zpp_norm_pieces *pieces, const double *own,
                         const double **all, struct zpp_err *err) {
     zpp_step_ahead *ahead = arg;
     zpp_zero *zero = ahead->stepper->zero;
-    zpp_counters *counters = zero->on_device->counters;
     const uint64_t n = ahead->measured;
     const bool shares = zpp_zero_ranks(zero) > 1 && !zpp_zero_grads_are_local(zero);
     const size_t count = pieces->groups + pieces->firsts[pieces->groups];
     write_names(ahead, pieces);
     zpp_status status =
         zpp_stream_copy(stream, place_of(ahead, zpp_zero_rank(zero), n).sums, own, count * sizeof(double), err);
-    if (status == ZPP_OK && shares) status = zpp_counters_signal(counters, stream, ZPP_COUNTER_MEASURED, n, err);
-    if (status == ZPP_OK) status = agree(ahead, err);
-    if (status == ZPP_OK && shares) status = zpp_counters_await(counters, stream, ZPP_COUNTER_MEASURED, n, err);
-    if (!shares) return status;
-    for (int rank = 0; rank < zpp_zero_ranks(zero); rank++) all[rank] = place_of(ahead, rank, n).sums;
+    if (status != ZPP_OK) return status;
+    if (!shares) return agree(ahead, err);
+    if (ahead->staging) {
+        status = exchange(ahead, stream, all, err);
+        if (status == ZPP_OK) status = agree(ahead, err);
+    } else {
+        status = share_boards(ahead, stream, all, err);
+    }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
                    pieces->groups * sizeof(double) * (size_t)(zpp_zero_ranks(zero) - 1));
     return status;
@@ -151,11 +202,10 @@ bool zpp_step_ahead_works(const zpp_zero *zero) {
 static zpp_status make(zpp_step_ahead *ahead, double loss_scale, uint64_t good_steps, const struct zpp_wait *wait,
                        struct zpp_err *err) {
     zpp_zero *zero = ahead->stepper->zero;
-    const zpp_counters *counters = zero->on_device->counters;
     const struct zpp_step_device_options options = {.stream = zpp_zero_compute(zero),
                                                     .loss_scale = loss_scale,
                                                     .good_steps = good_steps,
-                                                    .halt = counters ? zpp_counters_halt(counters) : NULL,
+                                                    .halt = zero->on_device->halt,
                                                     .share = share,
                                                     .share_arg = ahead};
     ahead->device = zpp_stream_device(options.stream);
@@ -186,6 +236,7 @@ void zpp_step_ahead_destroy(zpp_step_ahead *ahead) {
     if (!ahead) return;
     zpp_step_device_destroy(ahead->step); /* waits */
     while (ahead->pinned > 0) zpp_device_unpin(ahead->device, part_of(ahead, --ahead->pinned));
+    if (ahead->staging) zpp_device_free(ahead->device, ahead->staging, staging_bytes(ahead));
     zpp_region_destroy(ahead->region);
     free(ahead->alone);
     for (int at = 0; at < ZPP_CLIP_AHEAD; at++) {

@@ -230,10 +230,9 @@ zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_p
 
 zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,
                                struct zpp_err *err) {
-    const struct zpp_on_device *on = stepper->zero->on_device;
     struct zpp_grad_scale scale = zpp_grad_scale_of((float)plan->grad_scale);
     /* The lower half of the halt word: nothing is stepped behind a wait that an error released. */
-    if (on->counters) scale.skip = (const uint32_t *)(const void *)zpp_counters_halt(on->counters);
+    scale.skip = (const uint32_t *)(const void *)stepper->zero->on_device->halt;
     return zpp_step_device_enqueue(zpp_zero_compute(stepper->zero), plan, scale, err);
 }
 

@@ -123,7 +123,17 @@ static zpp_status make(zpp_device_steps *self, struct zpp_err *err) {
     return status == ZPP_OK ? zpp_device_steps_forget(self, err) : status;
 }
 
+/* A unit would be stepped when its flags have come, which is another moment on each rank. */
+static zpp_status check_way(const struct zpp_stepper *stepper, struct zpp_err *err) {
+    if (!zpp_zero_by_nccl(stepper->zero)) return ZPP_OK;
+    return zpp_fail(err, ZPP_NOT_BUILT,
+                    "zero: steps inside the backward on GPUs whose shards NCCL moves are not supported yet; leave "
+                    "step_in_backward out, or use one host, whose GPUs map each other");
+}
+
 zpp_status zpp_device_steps_create(const struct zpp_stepper *stepper, zpp_device_steps **out, struct zpp_err *err) {
+    const zpp_status way = check_way(stepper, err);
+    if (way != ZPP_OK) return way;
     zpp_device_steps *self = calloc(1, sizeof *self);
     if (!self) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for steps inside the backward");
     self->stepper = stepper;
@@ -181,7 +191,6 @@ static zpp_status run_check(void *arg, void *native, const struct zpp_wait *wait
 }
 
 static zpp_status check_unit(zpp_device_steps *self, int unit, struct zpp_err *err) {
-    const zpp_counters *counters = self->stepper->zero->on_device->counters;
     struct zpp_norm_pieces pieces;
     zpp_status status = zpp_norm_pieces_of_unit(self->stepper, unit, &pieces, err);
     if (status != ZPP_OK) return status;
@@ -192,7 +201,7 @@ static zpp_status check_unit(zpp_device_steps *self, int unit, struct zpp_err *e
                                 sums_of(self->memory) + first,
                                 (double *)(void *)(self->memory + self->sent_bytes),
                                 record_of(self->memory),
-                                counters ? zpp_counters_halt(counters) : NULL};
+                                self->stepper->zero->on_device->halt};
     for (size_t k = 0; k < count; k++)
         place->names[place->count++] = (struct name){unit, pieces.params[k], first + k};
     if (count) status = zpp_stream_launch(self->stream, run_check, &op, sizeof op, err);

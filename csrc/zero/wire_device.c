@@ -134,7 +134,7 @@ zpp_status zpp_wire_device_pack(zpp_zero *zero, const struct zpp_unit *unit, uns
                                       .scale = 1.0f,
                                       .dtype = unit->grad_dtype,
                                       .dst_dtype = unit->wire_dtype,
-                                      .halt = zpp_counters_halt(zero->on_device->counters)};
+                                      .halt = zero->on_device->halt};
     return zpp_stream_sum(zero->compute, &narrow, err);
 }
 

@@ -55,8 +55,10 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
 /* What does not go together with an accelerator yet. */
 static zpp_status check_accelerator(const struct zpp_zero_options *options, struct zpp_err *err) {
     if (!options->host) return ZPP_OK;
-    if (zpp_internode(options->comm))
-        return zpp_fail(err, ZPP_NOT_BUILT, "zero: accelerators on several hosts are not supported yet; use one host");
+    if (zpp_internode(options->comm) && !shards_on_device(options))
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "zero: shards on the host beside accelerators of several hosts are not supported yet; keep "
+                        "shards on the accelerators, or use one host");
     if (options->stage == 0 && !shards_on_device(options))
         return zpp_fail(err, ZPP_NOT_BUILT,
                         "zero: stage 0 with shards beside an accelerator is not supported yet; use stage 1, 2 or 3, "
@@ -130,6 +132,7 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
 
 void zpp_zero_pool_grads(zpp_zero *zero) {
     if (zero->store == &zpp_grad_store_memory) zero->store = &zpp_grad_store_pooled;
+    if (zpp_zero_by_nccl(zero)) return; /* they are refused */
     if (zero->store == &zpp_grad_store_device && !zpp_keeps_buckets(zero) && zero->ranks > 1)
         zero->store = &zpp_grad_store_device_pooled;
 }

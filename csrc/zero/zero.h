@@ -56,6 +56,10 @@ struct zpp_backing {
  * accelerator (docs/design/0038-training-on-gpus.md). */
 enum zpp_shards { ZPP_SHARDS_ON_HOST, ZPP_SHARDS_ON_DEVICE };
 
+/* How ranks move shards that live on accelerators (docs/design/0052-gpus-of-several-hosts.md): AUTO copies where all
+ * ranks map the memory of all, and is NCCL elsewhere. */
+enum zpp_gather { ZPP_GATHER_AUTO, ZPP_GATHER_COPY, ZPP_GATHER_NCCL };
+
 struct zpp_zero_options {
     int stage;               /* 0..3 */
     zpp_comm *comm;          /* the data ranks, which partition the units; borrowed until destroy; NULL: one rank */
@@ -65,6 +69,7 @@ struct zpp_zero_options {
     zpp_device *device;      /* borrowed until destroy: where units are whole, and the computation runs */
     zpp_device *host;        /* the CPU beside an accelerator, borrowed until destroy; NULL: `device` is the CPU */
     enum zpp_shards shards;  /* without `host` it has no meaning */
+    enum zpp_gather gather;  /* of shards on an accelerator */
     struct zpp_backing backing;
     size_t prefetch_bytes;   /* gathered ahead of need at most; 0: nothing is */
     size_t bucket_bytes;     /* gradients that may wait in buckets for slower ranks; 0: no bound */
@@ -121,6 +126,8 @@ int zpp_zero_rank(const zpp_zero *zero);
 int zpp_zero_ranks(const zpp_zero *zero);
 int zpp_zero_job_ranks(const zpp_zero *zero);
 bool zpp_zero_shards_on_device(const zpp_zero *zero); /* true if an accelerator has them, and steps them */
+/* COPY or NCCL; AUTO where nothing is moved between accelerators. `why` (may be NULL) gets the reason of an AUTO. */
+enum zpp_gather zpp_zero_gather_way(const zpp_zero *zero, const char **why);
 zpp_stream *zpp_zero_compute(zpp_zero *zero); /* the HOST stream: the caller's computation goes there */
 zpp_unit_file *zpp_zero_param_file(zpp_zero *zero); /* borrowed; NULL without units in a file */
 /* End the engine of units in a file; loads fail from then on, and gathers under way are dropped. */

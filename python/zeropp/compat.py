@@ -249,6 +249,8 @@ def _of_hosts() -> Iterator[Row]:
         yield Row(
             "Config.host_copy", these("off"), option, values, shared, "leave it at 'auto'", {"ranks": MORE_THAN_ONE}
         )
+    yield Row("Config.comm.gather", these("copy"), "hosts", MORE_THAN_ONE,
+              "GPUs of different hosts cannot map each other's memory", "use 'nccl', or leave it at 'auto'")
     shard = "Config.comm.secondary_shard"
     yield Row(shard, these("host"), "ranks of a host", SEVERAL_COUNTS,
               "each rank keeps an equal part of its host's copy", "start as many ranks on every host, or leave it at 0")

@@ -5,6 +5,8 @@
  * stream_sum.h, so both must give the same bits in every schedule of compute, gather and sums streams: lazy and eager,
  * with random progress, with one hardware queue. No host waits for a GPU between two steps.
  *
+ * The same where NCCL moves the bytes, on one host and over several.
+ *
  * Each wait of the design is left out in turn (sim_leave_out), and then some schedule must give other bits.
  *
  * test_zero_device seeds 1000 [first seed]: so many schedules with random progress. A failure prints the seed of its
@@ -12,376 +14,8 @@
  */
 #include <stdatomic.h>
 
-#include "../../csrc/comm/stream_sum.h"
 #include "../../csrc/comm/counters.h"
-#include "../../csrc/zero/step_ahead.h"
-#include "../../csrc/zero/zero.h"
-#include "ranks.h"
-#include "sim_gpu.h"
-
-enum {
-    MOST_RANKS = 4,
-    UNITS = 5,
-    PARAMS = 3,
-    STEPS = 3,
-    STATE = 32,
-    STREAMS = 3,
-    MOST_ELEMS = 4096,
-    MOST_UNITS_BYTES = 8
-};
-static const struct zpp_wait patience = {60000000000u, NULL, NULL};
-static const size_t param_elems[UNITS][PARAMS] = {
-    {160, 256, 132}, {1200, 128, 201}, {280, 128, 800}, {128, 180, 363}, {256, 520, 128}};
-
-struct shape {
-    int ranks, stage;
-    bool narrow;     /* bf16 */
-    bool each_micro; /* every backward reduces; else gradients are held back */
-    size_t prefetch_bytes, bucket_bytes;
-    bool on_cpu;
-    bool travels_narrow; /* gradients add in fp32 and travel in bf16 */
-    int grads_bits;      /* 8 or 4: gradients travel quantised */
-    bool measures; /* the norm of all ranks goes into what is computed next; there is no run on the CPU to compare */
-    int parts;     /* units 1 and 3 differ between so many groups of ranks; 0: no unit does */
-    int params_bits; /* 8 or 4: parameters travel quantised */
-};
-
-/* What all ranks share in a run. */
-struct run {
-    struct shape shape;
-    const uint64_t *lazy_bits; /* schedules, one bit a stream; NULL: one on the CPU */
-    int schedules;
-    uint64_t seed;
-    unsigned char *wanted, *result; /* [MOST_RANKS * RESULT_BYTES]; wanted NULL: nothing is compared */
-    int wrong;
-    int numbers[MOST_RANKS * STREAMS]; /* of the simulated streams */
-};
-enum { RESULT_BYTES = UNITS * MOST_ELEMS * 4 };
-
-struct rank {
-    struct test_rank *me;
-    struct run *run;
-    zpp_device *host, *device;
-    zpp_zero *zero;
-    zpp_event *idle;
-    void *state, *grads[UNITS][PARAMS], *initial[UNITS];
-    zpp_stream *compute;
-    sim_stream native; /* that compute follows */
-    struct zpp_stepper stepper;
-    struct zpp_step_unit units[UNITS];
-    zpp_step_ahead *ahead; /* NULL: nothing is measured */
-};
-
-static zpp_dtype dtype_of(const struct shape *shape) { return shape->narrow ? ZPP_BF16 : ZPP_F32; }
-
-/* --- set-up ------------------------------------------------------------------------------------------------------- */
-
-static void open_devices(struct rank *rank) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_device_cpu_create(&rank->host, &err));
-    if (rank->run->shape.on_cpu) CHECK_OK(zpp_device_cpu_create(&rank->device, &err));
-    else CHECK_OK(zpp_device_cuda_create(rank->me->rank, &rank->device, &err));
-}
-
-/* The number of the group in which this rank has another part of a unit than its neighbour; 0: all ranks. */
-static int add_group(struct rank *rank) {
-    const struct shape *shape = &rank->run->shape;
-    struct zpp_err err = ZPP_ERR_INIT;
-    int part_of[MOST_RANKS], group = 0;
-    for (int r = 0; r < shape->ranks && shape->parts; r++) part_of[r] = r % shape->parts;
-    const struct zpp_group_spec spec = {"parts", part_of, 0.0};
-    if (shape->parts) CHECK_OK(zpp_zero_add_group(rank->zero, &spec, &group, &err));
-    return group;
-}
-
-static void add_units(struct rank *rank) {
-    const struct shape *shape = &rank->run->shape;
-    struct zpp_err err = ZPP_ERR_INIT;
-    const int group = add_group(rank);
-    for (int u = 0; u < UNITS; u++) {
-        const bool whole = shape->stage < 3 || u == 0; /* a small unit is not sharded */
-        char name[16];
-        int index;
-        snprintf(name, sizeof name, "unit%d", u);
-        const struct zpp_unit_spec spec = {.name = name,
-                                           .dtype = dtype_of(shape),
-                                           .params = PARAMS,
-                                           .param_elems = param_elems[u],
-                                           .trainable = true,
-                                           .group = u % 2 ? group : 0,
-                                           .place = whole ? ZPP_PLACE_WHOLE : ZPP_PLACE_SHARD,
-                                           .grad_dtype = shape->travels_narrow ? ZPP_F32 : dtype_of(shape),
-                                           .wire_dtype = shape->travels_narrow ? ZPP_BF16 : dtype_of(shape)};
-        CHECK_OK(zpp_zero_add_unit(rank->zero, &spec, &index, &err));
-    }
-}
-
-static void *device_memory(struct rank *rank, size_t bytes) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    void *memory;
-    CHECK_OK(zpp_device_alloc(rank->device, bytes, &memory, &err));
-    return memory;
-}
-
-static void settle(struct rank *rank) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_event_record(rank->idle, rank->compute, &err));
-    CHECK_OK(zpp_event_sync(rank->idle, &patience, &err));
-}
-
-/* The same values on all ranks of a group, small and of both signs, exact in bf16. */
-static void make_initial(struct rank *rank) {
-    for (int u = 0; u < UNITS; u++) {
-        const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
-        unsigned char *values = calloc(unit->elems, unit->elem_bytes);
-        CHECK(values != NULL && unit->elems <= MOST_ELEMS);
-        for (size_t i = 0; i < unit->elems; i++) {
-            const float value = (float)((int)((i * 7 + (size_t)(u * 13 + unit->group->part * 5)) % 23) - 11) / 16;
-            uint32_t bits;
-            memcpy(&bits, &value, sizeof bits);
-            if (unit->elem_bytes == 4) ((uint32_t *)(void *)values)[i] = bits;
-            else ((uint16_t *)(void *)values)[i] = (uint16_t)(bits >> 16);
-        }
-        rank->initial[u] = values;
-    }
-}
-
-static void open_ahead(struct rank *rank) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    for (int u = 0; u < UNITS; u++) rank->units[u].unit = zpp_zero_unit(rank->zero, u);
-    rank->stepper = (struct zpp_stepper){.zero = rank->zero, .units = rank->units, .units_count = UNITS};
-    CHECK(zpp_step_ahead_works(rank->zero));
-    CHECK_OK(zpp_step_ahead_create(&rank->stepper, 1.0, 0, &patience, &rank->ahead, &err));
-}
-
-static void open_rank(struct rank *rank) {
-    const struct shape *shape = &rank->run->shape;
-    struct zpp_err err = ZPP_ERR_INIT;
-    open_devices(rank);
-    const struct zpp_zero_options options = {.stage = shape->stage,
-                                             .comm = rank->me->comm,
-                                             .device = rank->device,
-                                             .host = shape->on_cpu ? NULL : rank->host,
-                                             .shards = ZPP_SHARDS_ON_DEVICE,
-                                             .prefetch_bytes = shape->prefetch_bytes,
-                                             .bucket_bytes = shape->bucket_bytes};
-    CHECK_OK(zpp_zero_create(&options, &rank->zero, &err));
-    CHECK_OK(zpp_zero_set_wire(rank->zero, shape->params_bits, shape->grads_bits, 64, &err));
-    rank->compute = zpp_zero_compute(rank->zero);
-    if (!shape->on_cpu) {
-        CHECK_EQUAL(SIM(sim_stream_create)(rank->me->rank, &rank->native), 0);
-        zpp_stream_adopt(rank->compute, rank->native);
-    }
-    add_units(rank);
-    CHECK_OK(zpp_event_create(rank->device, &rank->idle, &err));
-    CHECK_OK(zpp_zero_seal(rank->zero, &err));
-    zpp_zero_set_grad_scale(rank->zero, 0.5);
-    rank->state = device_memory(rank, STATE * 4);
-    for (int u = 0; u < UNITS; u++)
-        for (int p = 0; p < PARAMS; p++) rank->grads[u][p] = device_memory(rank, param_elems[u][p] * 4);
-    make_initial(rank);
-    if (shape->measures) open_ahead(rank);
-}
-
-static void close_rank(struct rank *rank) {
-    settle(rank);
-    test_join(rank->me); /* peers may still read this rank's memory */
-    zpp_step_ahead_destroy(rank->ahead);
-    zpp_device_free(rank->device, rank->state, STATE * 4);
-    for (int u = 0; u < UNITS; u++) {
-        for (int p = 0; p < PARAMS; p++) zpp_device_free(rank->device, rank->grads[u][p], param_elems[u][p] * 4);
-        free(rank->initial[u]);
-    }
-    zpp_event_destroy(rank->idle);
-    zpp_zero_destroy(rank->zero);
-    if (rank->native) SIM(sim_stream_destroy)(rank->native);
-    zpp_device_destroy(rank->device);
-    zpp_device_destroy(rank->host);
-}
-
-/* Write the values that a run begins with: outside of a step, as a checkpoint does. */
-static void fill(struct rank *rank) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    for (int u = 0; u < UNITS; u++) {
-        const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
-        const unsigned char *values = rank->initial[u];
-        const bool whole = unit->place == ZPP_PLACE_WHOLE;
-        const size_t shard_bytes = unit->shard_elems * unit->elem_bytes;
-        CHECK_OK(zpp_stream_copy(rank->compute, whole ? unit->whole : unit->shard,
-                                 whole ? values : values + (size_t)unit->group->rank * shard_bytes,
-                                 whole ? unit->elems * unit->elem_bytes : shard_bytes, &err));
-    }
-    CHECK_OK(zpp_stream_fill(rank->compute, rank->state, 0, STATE * 4, &err));
-    settle(rank);
-    CHECK_OK(zpp_zero_publish(rank->zero, &err));
-    test_join(rank->me);
-}
-
-/* --- the computation ---------------------------------------------------------------------------------------------- */
-
-static void add_up(struct rank *rank, void *to, const void *from, size_t elems, float scale, bool accumulate) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    const zpp_dtype dtype = dtype_of(&rank->run->shape);
-    const struct zpp_sum_op sum = {.dst = to,
-                                   .src = &from,
-                                   .sources = 1,
-                                   .elems = elems,
-                                   .scale = scale,
-                                   .dtype = dtype,
-                                   .dst_dtype = dtype,
-                                   .accumulate = accumulate};
-    CHECK_OK(zpp_stream_sum(rank->compute, &sum, &err));
-}
-
-static unsigned char *param_of(const struct zpp_unit *unit, int p) {
-    return unit->whole + unit->offset_elems[p] * unit->elem_bytes;
-}
-
-static void need(struct rank *rank, int u, enum zpp_phase phase) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_zero_need(rank->zero, u, phase, &patience, &err));
-}
-
-static void release(struct rank *rank, int u) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_zero_release(rank->zero, u, &err));
-}
-
-static void forward(struct rank *rank, int step) {
-    for (int u = 0; u < UNITS; u++) {
-        const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
-        need(rank, u, ZPP_PHASE_FORWARD);
-        for (int p = 0; p < PARAMS; p++)
-            add_up(rank, rank->state, param_of(unit, p), STATE, 0.125f * (float)(1 + (step + p) % 3), true);
-        zpp_zero_count_use(rank->zero, u, false);
-        release(rank, u);
-    }
-}
-
-static bool has_gradient(int rank, int u, int p, int step, int micro) {
-    return u == 1 || (rank * 3 + u * 5 + p * 7 + step * 11 + micro * 13) % 4 != 0;
-}
-
-static void give_gradients(struct rank *rank, int u, int step, int micro) {
-    const int r = rank->me->rank;
-    const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
-    struct zpp_err err = ZPP_ERR_INIT;
-    for (int p = 0; p < PARAMS; p++) {
-        void *grad = rank->grads[u][p];
-        if (!has_gradient(r, u, p, step, micro)) continue;
-        add_up(rank, grad, param_of(unit, p), param_elems[u][p], 0.25f * (float)(r + 1), false);
-        add_up(rank, grad, rank->state, STATE, 0.0625f, true);
-        /* stage 0: autograd adds to the gradient where it lies */
-        CHECK_OK(zpp_zero_grad(rank->zero, u, (size_t)p, grad, false, &patience, &err));
-    }
-}
-
-static void backward(struct rank *rank, int step, int micro, bool reduce) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    CHECK_OK(zpp_zero_backward_begin(rank->zero, reduce, &err));
-    for (int u = UNITS - 1; u >= 0; u--) {
-        need(rank, u, ZPP_PHASE_BACKWARD);
-        give_gradients(rank, u, step, micro);
-        release(rank, u);
-    }
-    CHECK_OK(zpp_zero_backward_end(rank->zero, &patience, &err));
-    CHECK_OK(zpp_zero_end_pass(rank->zero, &err));
-}
-
-/* p -= g / 8, of this rank's pieces. */
-static void update(struct rank *rank) {
-    const bool whole = rank->run->shape.stage == 0;
-    for (int u = 0; u < UNITS; u++) {
-        const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
-        const uint8_t *present = NULL;
-        const unsigned char *grad = zpp_zero_grad_shard(rank->zero, u, &present);
-        const int shard = whole ? 0 : unit->group->rank;
-        const size_t begin = (size_t)shard * unit->shard_elems;
-        struct zpp_unit shape = *unit;
-        struct zpp_piece pieces[PARAMS];
-        if (whole) shape.shard_elems = shape.elems;
-        const size_t count = grad ? zpp_unit_pieces(&shape, shard, pieces) : 0;
-        for (size_t i = 0; i < count; i++) {
-            const size_t at = (pieces[i].offset_elems - begin) * unit->elem_bytes;
-            if (!present[pieces[i].param]) continue;
-            add_up(rank, (whole ? unit->whole : unit->shard) + at, grad + at, pieces[i].elems, -0.125f, true);
-        }
-    }
-}
-
-/* Reads before a step that no gradient waits for. Where parameters travel quantised, the exact values are read, too. */
-static void evaluate(struct rank *rank) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    for (int u = 0; u < UNITS; u++) {
-        need(rank, u, ZPP_PHASE_EVAL);
-        const unsigned char *param = param_of(zpp_zero_unit(rank->zero, u), 1);
-        add_up(rank, rank->state, param, STATE, 0.25f, true);
-        CHECK_OK(zpp_zero_make_exact(rank->zero, u, &err));
-        if (rank->run->shape.params_bits) add_up(rank, rank->state, param, STATE, 0.125f, true);
-        release(rank, u);
-    }
-    CHECK_OK(zpp_zero_end_pass(rank->zero, &err));
-}
-
-/* The square root of the sums of all ranks, at once in what is computed next. */
-static void measure(struct rank *rank) {
-    const struct zpp_clip_rule rule = {.scale = 1.0};
-    struct zpp_err err = ZPP_ERR_INIT;
-    if (!rank->ahead) return;
-    CHECK_OK(zpp_step_ahead_measure(rank->ahead, &rule, &patience, &err));
-    add_up(rank, rank->state, &zpp_step_ahead_record(rank->ahead)->norm_f32, 1, 0.001f, true);
-}
-
-static void train_step(struct rank *rank, int step) {
-    const struct shape *shape = &rank->run->shape;
-    const int micros = shape->stage == 0 ? 1 : 1 + step % 2;
-    struct zpp_err err = ZPP_ERR_INIT;
-    for (int micro = 0; micro < micros; micro++) {
-        forward(rank, step);
-        backward(rank, step, micro, micro == micros - 1 || shape->each_micro);
-    }
-    evaluate(rank);
-    measure(rank);
-    CHECK_OK(zpp_zero_step_begin(rank->zero, 7, NULL, &patience, &err));
-    update(rank);
-    CHECK_OK(zpp_zero_step_end(rank->zero, false, &patience, &err));
-    zpp_zero_clear_grads(rank->zero);
-}
-
-/* --- results ------------------------------------------------------------------------------------------------------ */
-
-/* Of each rank, its parameters without what lies between them: whole units, and shards. */
-static void collect_result(struct rank *rank) {
-    struct zpp_err err = ZPP_ERR_INIT;
-    unsigned char *at = rank->run->result + (size_t)rank->me->rank * RESULT_BYTES;
-    unsigned char *copy = malloc(MOST_ELEMS * 4);
-    CHECK(copy != NULL);
-    for (int u = 0; u < UNITS; u++, at += MOST_ELEMS * 4) {
-        const struct zpp_unit *unit = zpp_zero_unit(rank->zero, u);
-        const bool whole = unit->place == ZPP_PLACE_WHOLE;
-        const int shard = whole ? 0 : unit->group->rank;
-        const size_t begin = (size_t)shard * unit->shard_elems;
-        struct zpp_piece pieces[PARAMS];
-        struct zpp_unit shape = *unit;
-        if (whole) shape.shard_elems = shape.elems;
-        const size_t count = zpp_unit_pieces(&shape, shard, pieces);
-        CHECK_OK(zpp_stream_copy(rank->compute, copy, whole ? unit->whole : unit->shard,
-                                 shape.shard_elems * unit->elem_bytes, &err));
-        settle(rank);
-        for (size_t i = 0; i < count; i++)
-            memcpy(at + pieces[i].offset_elems * unit->elem_bytes,
-                   copy + (pieces[i].offset_elems - begin) * unit->elem_bytes, pieces[i].elems * unit->elem_bytes);
-    }
-    free(copy);
-    test_join(rank->me);
-}
-
-static void compare(struct rank *rank) {
-    struct run *run = rank->run;
-    if (rank->me->rank == 0 && run->wanted)
-        run->wrong += memcmp(run->wanted, run->result, MOST_RANKS * RESULT_BYTES) != 0;
-    test_join(rank->me);
-}
+#include "zero_device_rank.h"
 
 /* --- schedules ---------------------------------------------------------------------------------------------------- */
 
@@ -401,11 +35,15 @@ static zpp_status note_number(void *arg, void *native, const struct zpp_wait *wa
 
 static void note_streams(struct rank *rank) {
     struct zpp_err err = ZPP_ERR_INIT;
-    zpp_stream *const streams[STREAMS] = {rank->zero->compute, rank->zero->gather, rank->zero->on_device->sums};
-    for (int i = 0; i < STREAMS; i++) {
-        const struct number_arg arg = {&rank->run->numbers[rank->me->rank * STREAMS + i]};
+    const struct zpp_by_nccl *by = &rank->zero->by_nccl;
+    int *numbers = &rank->run->numbers[rank->me->rank * STREAMS];
+    zpp_stream *const streams[] = {rank->zero->compute, rank->zero->gather, rank->zero->on_device->sums};
+    for (int i = 0; i < STREAMS - 1; i++) {
+        const struct number_arg arg = {&numbers[i]};
         CHECK_OK(zpp_stream_launch(streams[i], note_number, &arg, sizeof arg, &err));
     }
+    numbers[STREAMS - 1] = by->nccl ? SIM(sim_stream_number)(zpp_nccl_stream(by->nccl)) : -1;
+    CHECK((zpp_zero_gather_way(rank->zero, NULL) == ZPP_GATHER_NCCL) == (rank->run->shape.hosts != NULL));
     test_join(rank->me);
 }
 
@@ -415,7 +53,7 @@ static void set_schedule(struct rank *rank, int number) {
     uint64_t lazy = 0;
     test_join(rank->me);
     for (int i = 0; i < run->shape.ranks * STREAMS; i++)
-        if (bits >> i & 1) lazy |= UINT64_C(1) << run->numbers[i];
+        if (bits >> i & 1 && run->numbers[i] >= 0) lazy |= UINT64_C(1) << run->numbers[i];
     if (rank->me->rank == 0) SIM(sim_set_schedule)(lazy, seed);
     test_join(rank->me);
 }
@@ -445,15 +83,19 @@ static int wrong_schedules(const struct shape *shape, const uint64_t *lazy_bits,
     static const uint64_t eager[1];
     struct run first = {.shape = *shape, .schedules = 1, .lazy_bits = eager, .result = wanted};
     first.shape.on_cpu = !shape->measures;
+    first.shape.hosts = NULL;
+    first.even = shape->hosts && shape->stage == 3;
     run_ranks(shape->ranks, run_rank, &first);
     struct run gpu = {.shape = *shape,
                       .schedules = schedules,
                       .lazy_bits = lazy_bits,
                       .seed = seed,
                       .wanted = wanted,
-                      .result = result};
+                      .result = result,
+                      .even = first.even};
     mutated = &gpu;
-    run_ranks(shape->ranks, run_rank, &gpu);
+    run_ranks_timeout(shape->ranks, shape->hosts && *shape->hosts ? shape->hosts : NULL, 60 * TEST_SECOND_NS, run_rank,
+                      &gpu);
     return gpu.wrong;
 }
 
@@ -463,8 +105,8 @@ enum { SCHEDULES = 10 };
 static void draw_schedules(uint64_t *bits, int ranks, uint64_t seed) {
     uint64_t kinds[STREAMS] = {0};
     for (int i = 0; i < ranks * STREAMS; i++) kinds[i % STREAMS] |= UINT64_C(1) << i;
-    const uint64_t all = kinds[0] | kinds[1] | kinds[2];
-    const uint64_t first[] = {0, all, kinds[0], kinds[1], kinds[2], all & ~kinds[0]};
+    const uint64_t all = kinds[0] | kinds[1] | kinds[2] | kinds[3];
+    const uint64_t first[] = {0, all, kinds[0], kinds[1] | kinds[3], kinds[2], all & ~kinds[0]};
     for (int i = 0; i < SCHEDULES; i++) {
         seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
         bits[i] = i < 6 ? first[i] : (seed >> 33) & all;
@@ -472,36 +114,48 @@ static void draw_schedules(uint64_t *bits, int ranks, uint64_t seed) {
 }
 
 static const struct shape shapes[] = {
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 0},
-    {3, 3, true, false, 2000, 6000, false, false, 0, false, 0, 0},
-    {2, 3, false, true, 0, 8000, false, false, 0, false, 0, 0},
-    {2, 2, false, false, 0, 0, false, false, 0, false, 0, 0},
-    {3, 2, false, true, 0, 9000, false, false, 0, false, 0, 0},
-    {2, 1, false, false, 0, 0, false, false, 0, false, 0, 0},
-    {3, 1, true, true, 0, 0, false, false, 0, false, 0, 0},
-    {2, 0, false, false, 0, 0, false, false, 0, false, 0, 0},
-    {3, 0, true, false, 0, 0, false, false, 0, false, 0, 0},
-    {2, 2, false, false, 1 << 20, 0, false, false, 0, false, 0, 0},
-    {2, 0, false, false, 1 << 20, 0, false, false, 0, false, 0, 0},
-    {2, 3, false, false, 3000, 0, false, false, 0, false, 0, 0},
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, true, 0, 0},
-    {2, 3, false, false, 1 << 20, 0, false, false, 8, false, 0, 0},
-    {3, 2, false, true, 0, 9000, false, false, 4, false, 0, 0},
-    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 0},
-    {2, 3, false, false, 1 << 20, 0, false, true, 0, false, 0, 0},
-    {3, 1, false, true, 0, 0, false, true, 0, false, 0, 0},
-    {2, 0, false, false, 0, 0, false, true, 0, false, 0, 0},
-    {3, 2, false, true, 0, 9000, false, true, 0, false, 0, 0},
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 2, 0},
-    {4, 3, false, false, 2000, 6000, false, false, 0, false, 2, 0},
-    {4, 2, true, true, 0, 9000, false, false, 0, false, 2, 0},
-    {2, 1, false, false, 0, 0, false, false, 0, false, 2, 0},
-    {4, 0, false, false, 0, 0, false, false, 0, false, 2, 0},
-    {4, 3, false, false, 1 << 20, 0, false, false, 8, false, 2, 0},
-    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 8},
-    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 4},
-    {2, 3, false, false, 0, 0, false, false, 0, false, 0, 8},
-    {4, 3, false, false, 1 << 20, 0, false, false, 0, false, 2, 8},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 0, NULL},
+    {3, 3, true, false, 2000, 6000, false, false, 0, false, 0, 0, NULL},
+    {2, 3, false, true, 0, 8000, false, false, 0, false, 0, 0, NULL},
+    {2, 2, false, false, 0, 0, false, false, 0, false, 0, 0, NULL},
+    {3, 2, false, true, 0, 9000, false, false, 0, false, 0, 0, NULL},
+    {2, 1, false, false, 0, 0, false, false, 0, false, 0, 0, NULL},
+    {3, 1, true, true, 0, 0, false, false, 0, false, 0, 0, NULL},
+    {2, 0, false, false, 0, 0, false, false, 0, false, 0, 0, NULL},
+    {3, 0, true, false, 0, 0, false, false, 0, false, 0, 0, NULL},
+    {2, 2, false, false, 1 << 20, 0, false, false, 0, false, 0, 0, NULL},
+    {2, 0, false, false, 1 << 20, 0, false, false, 0, false, 0, 0, NULL},
+    {2, 3, false, false, 3000, 0, false, false, 0, false, 0, 0, NULL},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, true, 0, 0, NULL},
+    {2, 3, false, false, 1 << 20, 0, false, false, 8, false, 0, 0, NULL},
+    {3, 2, false, true, 0, 9000, false, false, 4, false, 0, 0, NULL},
+    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 0, NULL},
+    {2, 3, false, false, 1 << 20, 0, false, true, 0, false, 0, 0, NULL},
+    {3, 1, false, true, 0, 0, false, true, 0, false, 0, 0, NULL},
+    {2, 0, false, false, 0, 0, false, true, 0, false, 0, 0, NULL},
+    {3, 2, false, true, 0, 9000, false, true, 0, false, 0, 0, NULL},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 2, 0, NULL},
+    {4, 3, false, false, 2000, 6000, false, false, 0, false, 2, 0, NULL},
+    {4, 2, true, true, 0, 9000, false, false, 0, false, 2, 0, NULL},
+    {2, 1, false, false, 0, 0, false, false, 0, false, 2, 0, NULL},
+    {4, 0, false, false, 0, 0, false, false, 0, false, 2, 0, NULL},
+    {4, 3, false, false, 1 << 20, 0, false, false, 8, false, 2, 0, NULL},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 8, NULL},
+    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 4, NULL},
+    {2, 3, false, false, 0, 0, false, false, 0, false, 0, 8, NULL},
+    {4, 3, false, false, 1 << 20, 0, false, false, 0, false, 2, 8, NULL},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 0, 0, "ab"}, /* 30 */
+    {3, 3, true, false, 2000, 6000, false, false, 0, false, 0, 0, "aab"},
+    {2, 3, false, true, 0, 8000, false, false, 0, false, 0, 0, ""},
+    {3, 2, false, true, 0, 9000, false, false, 0, false, 0, 0, "aba"},
+    {3, 1, true, true, 0, 0, false, false, 0, false, 0, 0, "abc"},
+    {2, 0, false, false, 1 << 20, 0, false, false, 0, false, 0, 0, "ab"},
+    {4, 0, true, false, 0, 0, false, false, 0, false, 0, 0, "aabb"},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, true, 0, 0, "ab"},
+    {3, 2, false, true, 0, 9000, false, true, 0, false, 0, 0, ""},
+    {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 4, "abb"},
+    {2, 3, false, false, 3000, 0, false, false, 0, false, 0, 0, "ab"}, /* 40 */
+    {2, 2, false, false, 1 << 20, 0, false, false, 0, false, 0, 0, "ab"},
 };
 enum { SHAPES = sizeof shapes / sizeof shapes[0] };
 
@@ -539,7 +193,7 @@ static void ends_with_one_hardware_queue(void) {
 
 /* --- without one of its waits ------------------------------------------------------------------------------------- */
 
-enum stream_kind { COMPUTE, GATHER, SUMS, NO_STREAM = -1 };
+enum stream_kind { COMPUTE, GATHER, SUMS, BY_NCCL, NO_STREAM = -1 };
 
 /* A wait of the design: for a counter of that word, or of one stream for an event of another. */
 static const struct mutant {
@@ -568,6 +222,18 @@ static const struct mutant {
     {"quantised copies wait for read", ZPP_COUNTER_READ, NO_STREAM, NO_STREAM, 26},
     {"exact values wait for computation", -1, GATHER, COMPUTE, 26},
     {"computation waits for exact values", -1, COMPUTE, GATHER, 26},
+    {"an exchange waits for the bucket", -1, SUMS, COMPUTE, 30},
+    {"NCCL waits for the place of an exchange", -1, BY_NCCL, SUMS, 33},
+    {"sums wait for the exchange", -1, SUMS, BY_NCCL, 33},
+    {"stage 0: compute waits for the sums of all", -1, COMPUTE, SUMS, 35},
+    {"a bucket waits for its exchange", -1, COMPUTE, SUMS, 33},
+    {"NCCL waits for the memory of a gather, and for a step", -1, BY_NCCL, GATHER, 30},
+    {"a gather waits for a step of this rank", -1, GATHER, COMPUTE, 30},
+    {"a gather waits for NCCL", -1, GATHER, BY_NCCL, 30},
+    {"compute waits for a gather by NCCL", -1, COMPUTE, GATHER, 40},
+    {"compute waits for copies after a step by NCCL", -1, COMPUTE, GATHER, 41},
+    {"a norm waits for NCCL", -1, COMPUTE, BY_NCCL, 37},
+    {"NCCL waits for the sums of a norm", -1, BY_NCCL, COMPUTE, 37},
 };
 static const struct mutant *mutant;
 
@@ -653,11 +319,15 @@ static void run_fault(struct test_rank *me) {
 }
 
 static void a_rank_that_stops_ends_the_waits_for_it(void) {
-    for (int aborts = 0; aborts < 2; aborts++) {
-        struct fault fault = {.run = {.shape = {.ranks = 2, .stage = 3, .prefetch_bytes = 1 << 20}}, .aborts = aborts};
+    for (int number = 0; number < 3; number++) {
+        const bool aborts = number > 0;
+        const char *hosts = number == 2 ? "ab" : NULL;
+        struct fault fault = {.run = {.shape = {.ranks = 2, .stage = 3, .prefetch_bytes = 1 << 20, .hosts = hosts},
+                                      .even = hosts != NULL},
+                              .aborts = aborts};
         atomic_store(&goes_on, 0);
         SIM(sim_set_schedule)(0, 0);
-        run_ranks_timeout(2, NULL, aborts ? 60 * TEST_SECOND_NS : TEST_SECOND_NS, run_fault, &fault);
+        run_ranks_timeout(2, hosts, aborts ? 60 * TEST_SECOND_NS : TEST_SECOND_NS, run_fault, &fault);
     }
 }
 
@@ -682,12 +352,69 @@ static void one_rank_shards_nothing_on_its_device(void) {
     zpp_device_destroy(host);
 }
 
+/* --- which way ---------------------------------------------------------------------------------------------------- */
+
+enum { MOST_BLOCKS = 256 };
+struct blocks {
+    void *memory[MOST_BLOCKS];
+    size_t bytes[MOST_BLOCKS];
+    int count;
+};
+
+/* All memory of a GPU, so that it can make no page that peers map. */
+static void take_all_memory(zpp_device *device, struct blocks *blocks) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (size_t bytes = 1 << 25; bytes >= 256; bytes /= 2)
+        while (blocks->count < MOST_BLOCKS &&
+               zpp_device_alloc(device, bytes, &blocks->memory[blocks->count], &err) == ZPP_OK)
+            blocks->bytes[blocks->count++] = bytes;
+    CHECK(blocks->count < MOST_BLOCKS);
+}
+
+static void see_way(struct test_rank *me) {
+    struct rank rank = {.me = me, .run = &(struct run){.shape = {.stage = 3}}};
+    struct blocks blocks = {.count = 0};
+    struct zpp_err err = ZPP_ERR_INIT;
+    const char *why = NULL;
+    open_devices(&rank);
+    struct zpp_zero_options options = {
+        .stage = 3, .comm = me->comm, .device = rank.device, .host = rank.host, .shards = ZPP_SHARDS_ON_DEVICE};
+    CHECK_OK(zpp_zero_create(&options, &rank.zero, &err));
+    CHECK_EQUAL(zpp_zero_gather_way(rank.zero, &why), me->host[0] ? ZPP_GATHER_NCCL : ZPP_GATHER_COPY);
+    CHECK(strstr(why, me->host[0] ? "on several hosts" : "map each other's memory"));
+    test_join(me);
+    zpp_zero_destroy(rank.zero);
+    if (me->rank == 1) take_all_memory(rank.device, &blocks);
+    if (!me->host[0]) CHECK_OK(zpp_zero_create(&options, &rank.zero, &err));
+    while (blocks.count-- > 0)
+        zpp_device_free(rank.device, blocks.memory[blocks.count], blocks.bytes[blocks.count]);
+    if (!me->host[0]) {
+        CHECK_EQUAL(zpp_zero_gather_way(rank.zero, &why), ZPP_GATHER_NCCL);
+        CHECK(strstr(why, me->rank == 1 ? "no room for" : "rank 1 of group"));
+        test_join(me);
+        zpp_zero_destroy(rank.zero);
+    } else {
+        options.gather = ZPP_GATHER_COPY;
+        CHECK_FAILS(zpp_zero_create(&options, &rank.zero, &err), ZPP_INVALID, "the GPUs of 2 hosts");
+    }
+    test_join(me);
+    zpp_device_destroy(rank.device);
+    zpp_device_destroy(rank.host);
+}
+
+static void copies_where_all_ranks_map_all(void) {
+    run_ranks(2, see_way, NULL);
+    run_hosts("ab", see_way, NULL);
+}
+
 int main(int argc, char **argv) {
+    setenv("SIM_DEVICE_BYTES", "67108864", 1);
     sim_gpu_load_for_threads("4");
     static const struct test_case cases[] = {
         TEST(has_the_bits_of_the_cpu_in_every_schedule), TEST(ends_with_one_hardware_queue),
         TEST(is_wrong_without_one_of_its_waits),         TEST(a_rank_that_stops_ends_the_waits_for_it),
-        TEST(one_rank_shards_nothing_on_its_device),     {0},
+        TEST(one_rank_shards_nothing_on_its_device),     TEST(copies_where_all_ranks_map_all),
+        {0},
     };
     if (argc > 1 && !strcmp(argv[1], "seeds"))
         return run_seeds(argc > 3 ? strtoull(argv[3], NULL, 10) : 1, argc > 2 ? strtoull(argv[2], NULL, 10) : 1000);

@@ -4,7 +4,7 @@
 python case_offload.py RANK RANKS FOLDER CASE [without=WAITER,SOURCE | without=WORD] SCHEDULE...
 
 CASE is a name of CASES; SCHEDULE is LAZY or LAZY:SEED. Waits of stream WAITER (-1: the host) for stream SOURCE, or for the counter
-WORD, are left out.
+WORD, are left out. SIM_HOSTS in the environment has a letter a rank for its host, and SIM_GATHER is Comm(gather=).
 
 The streams are: 0 torch's default stream, which computes; 1 gathers; 2 copies gradients down.
 The reference is plain torch on the same device with the gradients of all ranks, and zeropp's AdamW on the host.
@@ -198,7 +198,7 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
         offload = Offload(params=zeropp.Tier("nvme", path=sys.argv[3]), optimizer="cpu")
     config = zeropp.Config(
         stage=case.stage, offload=offload, precision=case.precision, accumulate=case.accumulate, prefetch=case.prefetch,
-        units=case.units, step_in_backward=case.steps_inside,
+        units=case.units, step_in_backward=case.steps_inside, comm=zeropp.Comm(gather=os.environ.get("SIM_GATHER", "auto")),
     )  # fmt: skip
     zeropp.prepare(model, optimizer, config)
     losses, waits, counts = [], {}, []
@@ -235,6 +235,8 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
 
 def main() -> None:
     rank, ranks, folder, case = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], CASES[sys.argv[4]]
+    if hosts := os.environ.get("SIM_HOSTS"):
+        os.environ["ZEROPP_HOST_ID"] = hosts[rank]
     if ranks > 1:
         dist.init_process_group("zeropp", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     torch.set_num_threads(1)

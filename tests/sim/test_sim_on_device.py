@@ -39,8 +39,11 @@ def device() -> None:
     sim_build.torch_device()
 
 
-def train(case: str, schedules: tuple[str, ...], folder: Path, without: str = "") -> list[dict[str, object]]:
-    """Return what each rank printed."""
+def train(
+    case: str, schedules: tuple[str, ...], folder: Path, without: str = "", hosts: str = "", gather: str = "auto"
+) -> list[dict[str, object]]:
+    """Return what each rank printed. ``hosts``: a letter a rank, for the host that it is on."""
+    ranks = len(hosts) or RANKS
     driver = str(sim_build.driver())
     environment = {
         **os.environ,
@@ -48,21 +51,43 @@ def train(case: str, schedules: tuple[str, ...], folder: Path, without: str = ""
         "SIM_IDLE_MS": "100",
         "ZEROPP_CUDA_DRIVER": driver,
         "ZEROPP_NCCL": driver,
+        "SIM_HOSTS": hosts,
+        "SIM_GATHER": gather,
     }
     commands = [
-        [sys.executable, str(HERE / "case_offload.py"), str(rank), str(RANKS), str(folder), case]
+        [sys.executable, str(HERE / "case_offload.py"), str(rank), str(ranks), str(folder), case]
         + ([f"without={without}"] if without else [])
         + [*schedules]
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     codes = run(commands, environment, folder)
-    assert codes == [0] * RANKS, "\n".join((folder / f"{rank}.err").read_text() for rank in range(RANKS))
-    return [json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(RANKS)]
+    assert codes == [0] * ranks, "\n".join((folder / f"{rank}.err").read_text() for rank in range(ranks))
+    return [json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_has_the_bits_of_plain_torch(case: str, tmp_path: Path) -> None:
     for found in train(case, SCHEDULES[:2] if case in OFTEN else SCHEDULES, tmp_path):
+        assert not found["wrong"] and not found["error"]
+
+
+HOSTS = (("stage 3", "ab"), ("stage 0", "aab"))
+SELDOM_ON_HOSTS = (
+    *(("bf16", one) for one in ("ab", "aab")), ("stage 1", "ab"), ("stage 2", "aba"), ("accumulate", "ab"), ("clip", "ab"),
+    ("small units whole", "aab"), ("no prefetch", "ab"), ("tied and frozen", "ab"), ("checkpointed", "ab"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "hosts"), [*HOSTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SELDOM_ON_HOSTS)]
+)
+def test_several_hosts_have_the_bits_of_plain_torch(case: str, hosts: str, tmp_path: Path) -> None:
+    for found in train(f"device: {case}", SCHEDULES[:2], tmp_path, hosts=hosts):
+        assert not found["wrong"] and not found["error"]
+
+
+def test_nccl_on_one_host_has_the_bits_of_plain_torch(tmp_path: Path) -> None:
+    for found in train("device: stage 2", SCHEDULES[:2], tmp_path, gather="nccl"):
         assert not found["wrong"] and not found["error"]
 
 

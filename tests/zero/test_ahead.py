@@ -58,7 +58,7 @@ def test_skipped_steps_that_the_host_does_not_know_of(stage: int, optimizer: str
         assert bool(torch.isfinite(a)) == (step not in BAD_STEPS)
 
 
-@on_ranks(1, 2, devices=("sim", "sim-lazy"))
+@on_ranks(1, 2, "2 hosts", devices=("sim", "sim-lazy"))
 def test_gradients_that_are_not_finite() -> None:
     """Without a loss scale the step is skipped, and a later step or flush() raises on every rank, once."""
     for raises in ("flush", "step"):

@@ -90,12 +90,24 @@ PLANS: dict[str, dict[str, Any]] = {
 @on_ranks(1, 2, devices=("sim",))
 @pytest.mark.parametrize("name", PLANS)
 def test_the_estimate_is_what_is_held(name: str) -> None:
+    check_estimate(zeropp.Config(**PLANS[name], units=(Block, nn.Linear), device="sim"))
+
+
+ON_HOSTS = ("stage 0", "stage 2", "stage 2, few buckets", "stage 3, int8 gradients", "stage 3, bf16, int4 parameters")
+
+
+@on_ranks("2 hosts", devices=("sim",))
+@pytest.mark.parametrize("name", ON_HOSTS)
+def test_over_hosts_a_bucket_comes_to_a_place_of_its_own(name: str) -> None:
+    check_estimate(zeropp.Config(**PLANS[name], units=(Block, nn.Linear), device="sim"), hosts=2)
+
+
+def check_estimate(config: zeropp.Config, hosts: int = 1) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), *(Block() for _ in range(5)), nn.LayerNorm(128))
 
     with torch.device("meta"):
-        config = zeropp.Config(**PLANS[name], units=(Block, nn.Linear), device="sim")
-        said = zeropp.estimate(build(), config, ranks=dist.get_world_size())
+        said = zeropp.estimate(build(), config, ranks=dist.get_world_size(), hosts=hosts)
     model = build()
     model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     for _ in range(2):

@@ -23,15 +23,22 @@ START_S = 60.0
 
 
 def launch(
-    tmp_path: Path, what: str, where: str, mode: str, done: Callable[[list[Any]], bool], device: str = "cpu"
+    tmp_path: Path,
+    what: str,
+    where: str,
+    mode: str,
+    done: Callable[[list[Any]], bool],
+    device: str = "cpu",
+    hosts: str = "",
 ) -> list[dict[str, Any]]:
-    """Start, wait until `done(processes)`, end all. What each rank wrote."""
+    """Start, wait until `done(processes)`, end all. What each rank wrote. ``hosts``: a letter a rank, for the host that it is on."""
     port, files = free_port(), [tmp_path / f"{r}.json" for r in range(RANKS)]
     more = simulated(device)
     with (tmp_path / "log.txt").open("w") as log:
         processes = [
             start_rank(
-                FAULT_RANK, [what, where, mode, str(FAILED_RANK), str(files[r]), device], r, RANKS, port, log, **more
+                FAULT_RANK, [what, where, mode, str(FAILED_RANK), str(files[r]), device], r, RANKS, port, log,
+                **more, **({"ZEROPP_HOST_ID": hosts[r]} if hosts else {}),
             )
             for r in range(RANKS)
         ]  # fmt: skip
@@ -105,6 +112,22 @@ def test_survivors_on_gpus_name_the_rank(what: str, where: str, tmp_path: Path) 
         assert failed["code"] == 1, failed  # a RuntimeError, as torch raises for its own operations
         assert "RuntimeError" in failed["log"] and "CUDA_ERROR_ILLEGAL_ADDRESS" in failed["log"], failed
         assert "noticed at module" in failed["log"], failed
+
+
+@pytest.mark.parametrize(
+    ("where", "hosts"),
+    [("backward", "aab"), *(pytest.param(*one, "aba", marks=pytest.mark.slow) for one in (("forward",), ("step",)))],
+)
+def test_survivors_on_gpus_of_several_hosts_name_the_rank(where: str, hosts: str, tmp_path: Path) -> None:
+    """Calls of NCCL wait for the rank, and would for ever."""
+    answers = launch(tmp_path, "kill", where, "gather", survivors_ended, "sim", hosts)
+    failed = answers[FAILED_RANK]
+    assert "struck" in failed, failed
+    for answer in answers:
+        if not answer["is_failed_rank"]:
+            assert (answer["code"], answer["rank"]) == (3, FAILED_RANK), answer
+            assert f"rank {FAILED_RANK}" in answer["text"], answer
+            assert answer["at"] - failed["struck"] < DEAD_S, answer
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])

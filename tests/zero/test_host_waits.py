@@ -47,7 +47,7 @@ def check(waits: dict[str, int], asked: int, device: str) -> None:
     assert waits.get(ASKED, 0) <= (asked if device == "sim-lazy" else 0), waits
 
 
-@on_ranks(1, 2, devices=("sim", "sim-lazy"))
+@on_ranks(1, 2, "2 hosts", devices=("sim", "sim-lazy"))
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_shards_on_the_device(precision: str | None, clip: float | None, device: str) -> None:

@@ -5,6 +5,9 @@
  * lie in memory that wraps (base/wrap.h). Where parameters travel quantised, a shard's quantised copy lies behind it,
  * and a gather is one kernel for each rank's copy (wire_device.c). Replicated units are whole in the shared memory, and
  * each rank copies the shards of the others after a step.
+ *
+ * Where NCCL moves the bytes (by_nccl.c) all of this is memory of the device alone, and an all-gather is in the place
+ * of the copies; quantised copies come to a place of their own first.
  */
 #include "../placement.h"
 
@@ -24,29 +27,50 @@ static zpp_status open_shards(zpp_zero *zero, struct zpp_err *err) {
     zero->on_device = calloc(1, sizeof *zero->on_device);
     if (!zero->on_device) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the record of shards on the device");
     const zpp_status status = zpp_wrapped_open(zero, err);
-    if (status != ZPP_OK || zero->ranks == 1) return status;
-    return zpp_counters_create(zero->options.comm, zero->options.device, doing, ZPP_COUNTERS,
-                               &zero->on_device->counters, err);
+    return status == ZPP_OK ? zpp_on_device_join(zero, doing, err) : status;
 }
 
 static void fini(zpp_zero *zero) {
     struct zpp_on_device *on = zero->on_device;
+    if (on) zpp_on_device_leave(zero); /* NCCL may still use all memory */
     zpp_wrapped_fini(zero);
     if (!on) return;
     zpp_device_region_destroy(on->params);
     zpp_device_region_destroy(on->grads);
+    if (on->qcopies) zpp_device_free(zero->options.device, on->qcopies, on->qcopies_bytes);
     if (on->alone) zpp_device_free(zero->options.device, on->alone, on->params_bytes);
-    zpp_counters_destroy(on->counters);
     free(on->pool);
     free(on);
     zero->on_device = NULL;
 }
 
+static size_t qcopy_stride(const zpp_zero *zero, const struct zpp_unit *unit) {
+    const size_t line = ZPP_BUCKET_ALIGN_BYTES;
+    return (zpp_wire_param_qcopy_bytes(zero, unit) + line - 1) / line * line;
+}
+
+/* NCCL: the streams of gathers use it for one unit after the other. */
+static zpp_status make_qcopies(zpp_zero *zero, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
+    void *memory = NULL;
+    size_t bytes = 0;
+    if (!zpp_zero_by_nccl(zero) || !zpp_wire_quantises_params(zero)) return ZPP_OK;
+    for (int i = 0; i < zero->moving_count; i++) {
+        const size_t unit_bytes = qcopy_stride(zero, zero->moving[i]) * (size_t)zero->ranks;
+        if (unit_bytes > bytes) bytes = unit_bytes;
+    }
+    const zpp_status status = bytes ? zpp_device_alloc(zero->options.device, bytes, &memory, err) : ZPP_OK;
+    on->qcopies = memory;
+    if (memory) on->qcopies_bytes = bytes;
+    return status;
+}
+
 static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
     (void)warm_bytes;
     struct zpp_on_device *on = zero->on_device;
-    zpp_status status = ZPP_OK;
-    if (on->params_bytes && zero->ranks == 1)
+    zpp_status status = make_qcopies(zero, err);
+    if (status != ZPP_OK) return status;
+    if (on->params_bytes && (zero->ranks == 1 || zpp_zero_by_nccl(zero)))
         status = zpp_device_alloc(zero->options.device, on->params_bytes, &on->alone, err);
     else if (on->params_bytes)
         status = zpp_device_region_create(zero->options.comm, zero->options.device, on->params_bytes, &on->params, err);
@@ -54,15 +78,17 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
 }
 
 static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
-    out->param_bytes += zero->on_device->params_bytes;
+    out->param_bytes += zero->on_device->params_bytes + zero->on_device->qcopies_bytes;
     zpp_wrapped_count_memory(zero, out);
 }
 
 /* Order the gather stream after the steps of all ranks so far. */
 static zpp_status await_stepped(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
-    if (on->gathers_after == on->steps || !on->counters) return ZPP_OK;
-    const zpp_status status = zpp_counters_await(on->counters, zero->gather, ZPP_COUNTER_STEPPED, on->steps, err);
+    zpp_status status;
+    if (on->gathers_after == on->steps || zero->ranks == 1) return ZPP_OK;
+    if (zpp_zero_by_nccl(zero)) status = zpp_stream_wait(zero->gather, on->stepped, NULL, err);
+    else status = zpp_counters_await(on->counters, zero->gather, ZPP_COUNTER_STEPPED, on->steps, err);
     if (status == ZPP_OK) on->gathers_after = on->steps;
     return status;
 }
@@ -73,7 +99,9 @@ static zpp_status lay_out_shard(zpp_zero *zero, struct zpp_unit *unit, struct zp
     size_t *used_bytes = &zero->on_device->params_bytes;
     unit->region_offset_bytes = zpp_unit_next_offset(used_bytes, zpp_unit_shard_bytes(unit));
     if (!zpp_wire_quantises_params(zero)) return ZPP_OK;
-    unit->qcopy_offset_bytes = zpp_unit_next_offset(used_bytes, zpp_wire_param_qcopy_bytes(zero, unit));
+    const size_t qcopy_bytes =
+        zpp_zero_by_nccl(zero) ? qcopy_stride(zero, unit) : zpp_wire_param_qcopy_bytes(zero, unit);
+    unit->qcopy_offset_bytes = zpp_unit_next_offset(used_bytes, qcopy_bytes);
     return zpp_wire_check_unit(unit, err);
 }
 
@@ -108,6 +136,7 @@ static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
 
 /* --- the step ----------------------------------------------------------------------------------------------------- */
 
+/* NCCL: this rank's gathers read its shards, and those of the peers do not. */
 static zpp_status end_reads(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
     (void)wait;
@@ -117,6 +146,10 @@ static zpp_status end_reads(zpp_zero *zero, const struct zpp_wait *wait, struct 
 
 static zpp_status begin_writes(zpp_zero *zero, struct zpp_err *err) {
     struct zpp_on_device *on = zero->on_device;
+    if (zpp_zero_by_nccl(zero)) {
+        const zpp_status status = zpp_event_record(zero->settled, zero->gather, err);
+        return status == ZPP_OK ? zpp_stream_wait(zero->compute, zero->settled, NULL, err) : status;
+    }
     if (!on->counters) return ZPP_OK;
     return zpp_counters_await(on->counters, zero->compute, ZPP_COUNTER_READ, on->steps + 1, err);
 }
@@ -131,33 +164,52 @@ static zpp_status end_writes(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (int i = 0; i < zero->moving_count && status == ZPP_OK; i++) status = make_qcopy(zero, zero->moving[i], err);
     on->steps++;
-    if (status != ZPP_OK || !on->counters) return status;
+    if (status != ZPP_OK || zero->ranks == 1) return status;
+    if (zpp_zero_by_nccl(zero)) return zpp_event_record(on->stepped, zero->compute, err);
     return zpp_counters_signal(on->counters, zero->compute, ZPP_COUNTER_STEPPED, on->steps, err);
 }
 
 /* --- gathers ------------------------------------------------------------------------------------------------------ */
 
-/* Copy shards to the whole unit, from shard 0 of each part on or from the same shard of a whole unit there. */
-static zpp_status copy_shards(zpp_zero *zero, const struct zpp_unit *unit, bool from_whole, struct zpp_err *err) {
+static zpp_status copy_by_engines(zpp_zero *zero, const struct zpp_unit *unit, bool from_whole, struct zpp_err *err) {
     const size_t bytes = zpp_unit_shard_bytes(unit);
     const struct zpp_group *group = unit->group;
-    zpp_status status = await_stepped(zero, err);
+    zpp_status status = ZPP_OK;
     for (int at = 0; at < group->ranks && status == ZPP_OK; at++) {
         const size_t offset = from_whole ? (size_t)at * bytes : 0;
         if (from_whole && at == group->rank) continue;
         status = zpp_stream_copy(zero->gather, zpp_unit_shard_of_whole(unit, at),
                                  part_of(zero, unit, group->members[at]) + offset, bytes, err);
     }
+    return status;
+}
+
+/* Copy shards to the whole unit, from shard 0 of each part on or from the same shard of a whole unit there. */
+static zpp_status copy_shards(zpp_zero *zero, const struct zpp_unit *unit, bool from_whole, struct zpp_err *err) {
+    const size_t bytes = zpp_unit_shard_bytes(unit);
+    const struct zpp_group *group = unit->group;
+    zpp_status status = await_stepped(zero, err);
+    if (status == ZPP_OK && zpp_zero_by_nccl(zero))
+        status = zpp_by_nccl_all_gather(zero, zero->gather, zpp_internode_object(zero, unit), unit->whole, unit->shard,
+                                        bytes, err);
+    else if (status == ZPP_OK) status = copy_by_engines(zero, unit, from_whole, err);
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(group->ranks - 1));
     return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;
 }
 
 static zpp_status read_qcopies(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
+    struct zpp_on_device *on = zero->on_device;
     const struct zpp_group *group = unit->group;
+    const size_t stride = qcopy_stride(zero, unit);
     zpp_status status = await_stepped(zero, err);
-    for (int at = 0; at < group->ranks && status == ZPP_OK; at++)
-        status = zpp_wire_device_read_qcopy(zero, unit, qcopy_of(zero, unit, group->members[at]),
-                                            zpp_unit_shard_of_whole(unit, at), err);
+    if (status == ZPP_OK && zpp_zero_by_nccl(zero))
+        status = zpp_by_nccl_all_gather(zero, zero->gather, zpp_internode_object(zero, unit), on->qcopies,
+                                        qcopy_of(zero, unit, zero->rank), stride, err);
+    for (int at = 0; at < group->ranks && status == ZPP_OK; at++) {
+        const unsigned char *qcopy =
+            zpp_zero_by_nccl(zero) ? on->qcopies + (size_t)at * stride : qcopy_of(zero, unit, group->members[at]);
+        status = zpp_wire_device_read_qcopy(zero, unit, qcopy, zpp_unit_shard_of_whole(unit, at), err);
+    }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,
                    zpp_wire_param_qcopy_bytes(zero, unit) * (size_t)(group->ranks - 1));
     return status == ZPP_OK ? zpp_event_record(unit->ready, zero->gather, err) : status;

@@ -14,6 +14,7 @@ from zeropp.config.efficiency import Efficiency, Growth, LayerDrop, TokenDrop
 from zeropp.config.experts import Experts
 from zeropp.config.sections import Comm, LossScale, Offload, Precision, Tier
 from zeropp.config.values import DTYPES as DTYPES
+from zeropp.config.values import GATHER_WAYS as GATHER_WAYS
 from zeropp.config.values import MOST_NUMBER as MOST_NUMBER
 from zeropp.config.values import TIERS as TIERS
 from zeropp.config.values import TORCH_DTYPES as TORCH_DTYPES

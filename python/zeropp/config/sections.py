@@ -12,6 +12,7 @@ import torch
 from zeropp import compat
 from zeropp.config.values import (
     DTYPES,
+    GATHER_WAYS,
     STATES,
     STORED,
     TIERS,
@@ -272,7 +273,13 @@ class Comm:
     first gather of a unit crosses the network (hpZ). 0 = none. Within one host nothing crosses anyway, and nothing is kept. Other
     numbers of ranks are not supported."""
 
+    gather: str = "auto"
+    """How GPUs that hold shards exchange them: "copy", where the ranks map each other's memory: copy engines and kernels read it in
+    place; "nccl": NCCL moves the bytes, which takes processors from the computation and needs memory for a bucket and what comes of it;
+    "auto": copies within one host, and NCCL over several hosts or where GPUs cannot map each other. All give the same bits."""
+
     def __post_init__(self) -> None:
+        one_of("Comm.gather", self.gather, GATHER_WAYS)
         one_of("Comm.params", self.params, WIRE_FORMATS)
         one_of("Comm.grads", self.grads, WIRE_FORMATS)
         one_of("Comm.tokens", self.tokens, ("exact", "int8"))

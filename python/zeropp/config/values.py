@@ -21,6 +21,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIERS = ("device", "cpu", "nvme")
 WIRE_FORMATS = ("exact", "int8", "int4")
+GATHER_WAYS = ("auto", "copy", "nccl")  # enum zpp_gather of csrc/zero/zero.h
 STATES = ("fp32", "bf16", "int8")
 STORED = ("int8", "int4")
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -14,7 +14,7 @@ from zeropp import _C
 from zeropp.comm.collective import broadcast, in_the_whole_job
 from zeropp.comm.group import host_communicator
 from zeropp.comm.job import JobRanks
-from zeropp.config import Config
+from zeropp.config import GATHER_WAYS, Config
 from zeropp.zero.engine import Engine
 from zeropp.zero.formulas import READ_AHEAD_BYTES, has_master, loads_units, read_ahead_bytes, tier_of
 from zeropp.zero.model.boxes import Boxes, boxes_of
@@ -126,6 +126,7 @@ def _make_core(
         None if device.type == "cpu" else device.type,
         device.index or 0,
         shards_on_device(config, device),
+        GATHER_WAYS.index(config.comm.gather),
     )
     _set_options(core, config, comm)
     groups = make_groups(core, ranks, spreads)

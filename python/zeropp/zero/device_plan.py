@@ -102,6 +102,27 @@ def sent_bucket_bytes(unit: PlannedUnit, config: Config) -> int:
     return unit.bucket_bytes + rounded(area, _BUCKET_ALIGN_BYTES)
 
 
+def _stride_bytes(unit: PlannedUnit, config: Config) -> int:
+    """Return the bytes from one rank's gradients to the next, as they travel (zpp_device_stride of csrc/zero/reduce_device.c)."""
+    quantised = config.stage >= 2 and config.comm.grads != "exact"
+    return rounded(unit.grads_wire_bytes, _BUCKET_ALIGN_BYTES) if quantised else unit.grads_wire_bytes
+
+
+def came_bytes(units: Sequence[PlannedUnit], config: Config) -> int:
+    """Return the memory on the device where NCCL moves the shards: for one bucket as it comes, and for the zeros of a rank without a
+    gradient (make_own_buckets of csrc/zero/reduce_device.c)."""
+    trained = [unit for unit in units if unit.trainable]
+    strides = [_stride_bytes(unit, config) for unit in trained]
+    came = [unit.ranks * stride for unit, stride in zip(trained, strides, strict=True)]
+    return max(came, default=0) + max(strides, default=0)
+
+
+def came_params_bytes(units: Sequence[PlannedUnit]) -> int:
+    """Return the memory on the device for the quantised copies of one unit that NCCL brings."""
+    quantised = [unit for unit in units if unit.moves and unit.params_wire_bytes < unit.shard_bytes]
+    return max((unit.ranks * rounded(unit.params_wire_bytes, _BUCKET_ALIGN_BYTES) for unit in quantised), default=0)
+
+
 def bucket_bytes(units: Sequence[PlannedUnit], config: Config, ranks: int) -> int:
     """Return the memory on the device of gradients on their way to the ranks that own them."""
     sizes = [sent_bucket_bytes(unit, config) for unit in units if unit.trainable]

@@ -97,6 +97,11 @@ class _Run:
         return self.device.type != "cpu" and not self.shards_on_device
 
     @property
+    def by_nccl(self) -> bool:
+        """True if NCCL moves the shards of accelerators, as far as the configuration says so."""
+        return self.ranks > 1 and self.shards_on_device and (self.hosts > 1 or self.config.comm.gather == "nccl")
+
+    @property
     def alone(self) -> bool:
         """True if gradients are not reduced: one rank, whose shards are where it computes."""
         return self.ranks == 1 and not self.offloads
@@ -338,6 +343,9 @@ def _by_tier(units: list[_Sizes], held: dict[str, int], run: _Run) -> device_pla
         "gathered": device_plan.gathered_bytes(units, run.config, run.device),
         "buckets": device_plan.bucket_bytes(units, run.config, run.ranks),
     }
+    if run.by_nccl:
+        there["params"] += device_plan.came_params_bytes(units)
+        there["buckets"] += device_plan.came_bytes(units, run.config)
     if run.ranks > 1 and run.config.step_in_backward:  # two places, each for any unit's
         grads = [unit.grads_bytes for unit in units if unit.trainable]
         there["grads"] = min(2, len(grads)) * round(max(grads, default=0))
@@ -549,7 +557,7 @@ def _params_bytes(run: _Run, whole: int, shard: int, wire: int, in_file: bool, m
         return shard
     if not moves:
         return whole
-    if run.hosts == 1:  # between hosts, images are made on the way
+    if run.hosts == 1 or run.shards_on_device:  # between hosts of CPUs, images are made on the way
         return shard + (wire if wire < shard else 0)
     return shard + (whole // (run.ranks // run.hosts) if run.config.comm.secondary_shard else 0)
 

@@ -335,7 +335,7 @@ def _check_ranks(
         check_same_config(ranks.all, config, optimizer, device, mistake)
     elif mistake is not None:
         raise mistake
-    check_accelerator(config, device, ranks.all)
+    check_accelerator(config, device, ranks)
     refuse_shared(device, ranks.all, config.device is not None)
     if ranks.all is not None and config.preflight:
         preflight()

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropp.comm.job import JobRanks
 from zeropp.config import Config
 from zeropp.errors import ConfigError
 from zeropp.zero.formulas import tier_of
 from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.model_state import CPU, shards_on_device
+
+_MOST_RANKS = 64  # ZPP_STREAM_SUM_SOURCES of csrc/comm/stream_sum.h
 
 
 def device_of(model: nn.Module, config: Config) -> torch.device:
@@ -62,23 +65,45 @@ def check_parameter_device(name: str, parameter: nn.Parameter, device: torch.dev
     )
 
 
-def check_accelerator(config: Config, device: torch.device, comm: Any) -> None:
-    """Raise zeropp.ConfigError for an option that does not work with a model on a GPU yet."""
+def check_accelerator(config: Config, device: torch.device, ranks: JobRanks | None) -> None:
+    """Raise zeropp.ConfigError for an option that does not work with a model on a GPU yet, or with one on the CPU. ``ranks``: None where
+    they are not known."""
+    there = device.type != "cpu" and shards_on_device(config, device)
+    _check_gather(config, there)
     if device.type == "cpu":
         return
-    if comm is not None and comm.hosts > 1:
-        _refuse(device, "training on several hosts is", "use one host")
-    there = shards_on_device(config, device)
+    if ranks is not None and ranks.all is not None:
+        _check_hosts(config, device, ranks, there)
     if there:
         _check_gradients(config, device)
     else:
         _check_offload(config, device)
-    others = {
-        "Comm(params=) other than 'exact' with shards on the host": not there and config.comm.params != "exact",
-    }
-    for option, given in others.items():
-        if given:
-            _refuse(device, f"{option} is", "leave it out, or train on the CPU with Config(device='cpu')")
+    if not there and config.comm.params != "exact":
+        _refuse(
+            device,
+            "Comm(params=) other than 'exact' with shards on the host is",
+            "leave it out, or train on the CPU with Config(device='cpu')",
+        )
+
+
+def _check_gather(config: Config, there: bool) -> None:
+    if config.comm.gather != "auto" and not there:
+        raise ConfigError(
+            f"prepare: Config.comm.gather {config.comm.gather!r} says how GPUs exchange the shards that they hold, and here the shards are "
+            "in memory of the CPU; leave it at 'auto', or keep them on GPUs"
+        )
+
+
+def _check_hosts(config: Config, device: torch.device, ranks: JobRanks, there: bool) -> None:
+    hosts = ranks.all.hosts
+    if hosts > 1 and not there:
+        _refuse(
+            device,
+            f"shards on the host of each of {hosts} hosts are",
+            "keep them on the GPUs (leave Offload out), or use one host",
+        )
+    if hosts > 1 or config.comm.gather == "nccl":
+        _check_nccl(config, device, ranks, "over several hosts" if hosts > 1 else "with Comm(gather='nccl')")
 
 
 def check_experts(device: torch.device, experts: Any) -> None:
@@ -96,6 +121,23 @@ def check_trained(device: torch.device, plans: Iterable[UnitPlan]) -> None:
             device, f"parameter '{plan.names[0][0]}' in float64 is",
             "convert the model with model.float(), or train on the CPU with Config(device='cpu')",
         )  # fmt: skip
+
+
+def _check_nccl(config: Config, device: torch.device, ranks: JobRanks, where: str) -> None:
+    """Raise zeropp.ConfigError for what does not work yet where NCCL moves the shards."""
+    others = {
+        "a mesh of several dimensions": ranks.job is not None and ranks.job is not ranks.data,
+        "Config.experts": config.experts is not None,
+        "step_in_backward": config.step_in_backward,
+        "Comm(secondary_shard='host')": bool(config.comm.secondary_shard),
+    }
+    for option, given in others.items():
+        if given:
+            _refuse(device, f"{option} {where} is", "leave it out, or use one host whose GPUs map each other's memory")
+    if ranks.all.ranks > _MOST_RANKS:
+        _refuse(
+            device, f"a model that {ranks.all.ranks} ranks partition {where} is", f"use at most {_MOST_RANKS} ranks"
+        )
 
 
 def _check_gradients(config: Config, device: torch.device) -> None:
