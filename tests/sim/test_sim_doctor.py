@@ -25,6 +25,7 @@ def test_every_kernel_is_right() -> None:
     names = [one["name"] for one in report["devices"]["sim:0"]]
     assert [one for one in report["devices"]["sim:0"] if not one["passed"]] == []
     assert found["status"] == 0 and report["healthy"]
+    assert report["gather"]["way"] == "copy" and report["gather"]["nccl"] == "NCCL 2.28.9 is found"
     assert {"memory and copies", "waits for counters", "memory at several addresses", "sparse_attention"} <= set(names)
     steps = [name for name in names if name.startswith("steps, ")]
     assert {"steps, stage 0", "steps, stage 3, all on the host", "steps, stage 3, all in files"} <= set(steps)

@@ -14,6 +14,7 @@ from zeropp.cli import new_table, refuse, show
 from zeropp.cli.device_steps import check_steps
 from zeropp.errors import Error, counted, one_line
 from zeropp.health.device import Finding, check_device
+from zeropp.health.gather import GatherWay, gather_way
 
 _LINK_BYTES, _LINK_TURNS = 64 << 20, 5
 
@@ -29,12 +30,18 @@ def run(name: str, quick: bool, as_json: bool) -> int:
                 found[one].append(finding)
     except (Error, RuntimeError, ValueError) as error:
         return refuse("doctor", one_line(error))
+    return _report(found, as_json)
+
+
+def _report(found: dict[str, list[Finding]], as_json: bool) -> int:
+    """Print the findings, and how these GPUs would exchange shards; return the exit status."""
     failed = sum(bool(finding.why) for findings in found.values() for finding in findings)
+    way = gather_way([torch.device(device) for device in found])
     if as_json:
         rows = {device: [finding.as_dict() for finding in findings] for device, findings in found.items()}
-        print(json.dumps({"devices": rows, "healthy": not failed}))
+        print(json.dumps({"devices": rows, "gather": way.as_dict(), "healthy": not failed}))
     else:
-        _print(found, failed)
+        _print(found, way, failed)
     return 1 if failed else 0
 
 
@@ -85,7 +92,7 @@ def _copy(one: torch.device, other: torch.device) -> tuple[float, bool]:
     return _LINK_BYTES * _LINK_TURNS / seconds / 1e9, torch.equal(target.cpu(), source.cpu())
 
 
-def _print(found: dict[str, list[Finding]], failed: int) -> None:
+def _print(found: dict[str, list[Finding]], way: GatherWay, failed: int) -> None:
     for device, findings in found.items():
         table = new_table(device)
         for name in ("what", "found", "instead"):
@@ -93,5 +100,6 @@ def _print(found: dict[str, list[Finding]], failed: int) -> None:
         for finding in findings:
             table.add_row(finding.name, finding.why or "right", finding.instead)
         show(table)
+    show(str(way))
     all_of = counted(sum(map(len, found.values())), "check")
     show(f"{failed} of {all_of} failed" if failed else f"healthy: {all_of}, all right")

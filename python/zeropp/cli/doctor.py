@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from zeropp.cli import device_doctor, new_table, refuse, show
+from zeropp.comm.group import communicator
 from zeropp.errors import CommError, counted, one_line
 from zeropp.health import Report, check
+from zeropp.health.gather import GatherWay, gather_way
 
 MOST_TIMEOUT_S = 86400
 
@@ -54,7 +56,11 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         return refuse("doctor", one_line(error))
     if dist.get_rank() == 0:
-        print(json.dumps(report.as_dict())) if options.json else print_report(report)
+        way = _gather_way()
+        if options.json:
+            print(json.dumps({**report.as_dict(), **({"gather": way.as_dict()} if way else {})}))
+        else:
+            print_report(report, way)
     dist.destroy_process_group()
     return 1 if report.faults else 0
 
@@ -103,10 +109,20 @@ def _dead(error: CommError, options: argparse.Namespace) -> int:
     return 1
 
 
-def print_report(report: Report) -> None:
-    """Print tables of the ranks alone, the pairs and the whole, and the conclusion."""
+def _gather_way() -> GatherWay | None:
+    """Return how the GPUs of the ranks would exchange shards, as this host shows it; None without GPUs."""
+    if not torch.cuda.is_available():
+        return None
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    count = min(torch.cuda.device_count(), ranks_here)
+    return gather_way([torch.device("cuda", index) for index in range(count)], communicator().hosts)
+
+
+def print_report(report: Report, way: GatherWay | None = None) -> None:
+    """Print tables of the ranks alone, the pairs and the whole, how GPUs would exchange shards, and the conclusion."""
     healthy = f"healthy: {counted(report.ranks, 'rank')}, none slower than its like"
-    show(*_tables(report), *(map(str, report.faults) if report.faults else [healthy]))
+    show(*_tables(report), *([] if way is None else [str(way)]))
+    show(*(map(str, report.faults) if report.faults else [healthy]))
 
 
 def _tables(report: Report) -> list[Any]:
