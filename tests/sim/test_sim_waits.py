@@ -27,8 +27,14 @@ AT_END = "of memory that is about to be freed; the simulated driver reports work
 PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/base/wrap.c", "wait_for_use"): ("a gather waits for its memory",),
     ("csrc/zero/unit.c", "wait_gather"): ("compute waits for ready",),
-    ("csrc/zero/placement/on_device.c", "await_stepped"): ("gathers wait for stepped",),
-    ("csrc/zero/placement/on_device.c", "begin_writes"): ("a step waits for read",),
+    ("csrc/zero/placement/on_device.c", "await_stepped"): (
+        "gathers wait for stepped",
+        "a gather waits for a step of this rank",
+    ),
+    ("csrc/zero/placement/on_device.c", "begin_writes"): (
+        "a step waits for read",
+        "compute waits for a gather by NCCL",
+    ),
     ("csrc/zero/placement/on_device.c", "wait_for_compute"): ("the shard of a device waits for the values at set-up",),
     ("csrc/zero/placement/on_device.c", "collect"): ("compute waits for copies after a step",),
     ("csrc/zero/placement/on_device.c", "make_exact"): (
@@ -45,10 +51,13 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/reduce_device.c", "add"): ("sums wait for written",),
     ("csrc/zero/reduce_device.c", "copy"): ("stage 0: copies wait for taken",),
     ("csrc/zero/reduce_device.c", "finish"): ("a step waits for the sums",),
+    ("csrc/zero/by_nccl.c", "settle"): ("a bucket waits for its exchange",),
+    ("csrc/zero/by_nccl.c", "send"): ("an exchange waits for the bucket",),
+    ("csrc/zero/by_nccl.c", "finish"): ("stage 0: compute waits for the sums of all",),
     ("csrc/zero/grad_offload.c", "take"): ("gradients wait for the copy down of their memory",),
     ("csrc/zero/grad_offload.c", "send"): ("the copy down waits for the gradients",),
     ("csrc/zero/grad_offload.c", "arrived"): ("the reduction waits for the copy down",),
-    ("csrc/zero/step_ahead.c", "share"): ("a norm waits for measured",),
+    ("csrc/zero/step_ahead.c", "share_boards"): ("a norm waits for measured",),
     ("csrc/zero/step_device.c", "zpp_step_device_look"): ("an_outcome_is_waited_for",),
     ("csrc/zero/step_device.c", "zpp_step_device_destroy"): (AT_END,),
     ("csrc/zero/step_in_backward_device.c", "join_compute"): ("computation waits for steps inside the backward",),
