@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import time
@@ -42,6 +43,11 @@ def use(device: str) -> None:
         sum_on_the_host()
     if device == "sim-offload":
         offload_by_default()
+
+
+def use_of_the_environment() -> None:
+    """Use the device of ``pytest --device``, in a rank that a test started with :func:`ranks.taking_the_device`."""
+    use(os.environ.get("ZEROPP_TEST_DEVICE", ""))
 
 
 def sum_on_the_host() -> None:

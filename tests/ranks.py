@@ -259,6 +259,11 @@ def simulated(device: str) -> dict[str, str]:
     return {"SIM_LAZY": str((1 << 63) - 1 if device == "sim-lazy" else 0)}
 
 
+def taking_the_device() -> dict[str, str]:
+    """Return the environment of ranks that a test starts itself, whose body begins with :func:`rank.use_of_the_environment`."""
+    return {**simulated(DEVICE), "ZEROPP_TEST_DEVICE": DEVICE}
+
+
 def _how_it_ended(process: Started, launch_s: float) -> str:
     if process.poll() is not None:
         return f"it ended with {process.returncode}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import rank
 import torch
 import torch.distributed as dist
 import zeropp
@@ -96,8 +97,9 @@ def train(model, optimizer, scheduler, start: int, stop: int) -> list[float]:
 
 @contextlib.contextmanager
 def group(ranks: int) -> Iterator[None]:
-    """Make the process group of a job, where it has several ranks."""
+    """Make the process group of a job, where it has several ranks; on the device that its test gives, if it does."""
     torch.set_num_threads(1)
+    rank.use_of_the_environment()
     if ranks > 1:
         dist.init_process_group("zeropp")
     yield

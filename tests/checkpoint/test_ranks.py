@@ -19,7 +19,7 @@ import zeropp
 from checkpoint.models import Model, group, make, train
 from disk import scratch
 from launch import run_ranks
-from ranks import on_ranks, shards_tier
+from ranks import on_ranks, shards_tier, taking_the_device
 from zeropp.errors import CheckpointError, CommError, TierError
 
 
@@ -35,6 +35,7 @@ def save(rank: int, ranks: int, path: str, config: dict[str, Any]) -> None:
     with group(ranks):
         folder = Path(path)
         model, optimizer, scheduler = make(**config)
+        assert next(model.parameters()).device.type == torch.get_default_device().type
         train(model, optimizer, scheduler, 0, 4)
         zeropp.save(folder / "ckpt", model, optimizer, step=4, scheduler=scheduler, extra={"who": 0})
         whole = zeropp.full_state_dict(model)
@@ -65,9 +66,9 @@ def resume(rank: int, ranks: int, path: str, exact: bool, config: dict[str, Any]
 
 def jobs(folder: Path, saved: dict[str, Any], *resumed: tuple[int, dict[str, Any]]) -> None:
     """Save on two ranks, and resume on each of the numbers of ranks; on two, bit for bit."""
-    run_ranks(2, save, str(folder), saved, timeout=200)
+    run_ranks(2, save, str(folder), saved, timeout=200, env=taking_the_device())
     for ranks, config in resumed:
-        run_ranks(ranks, resume, str(folder), ranks == 2, config, timeout=200)
+        run_ranks(ranks, resume, str(folder), ranks == 2, config, timeout=200, env=taking_the_device())
 
 
 def test_a_checkpoint_moves_to_more_ranks_and_another_stage(tmp_path):
@@ -131,7 +132,7 @@ def killed(rank: int, ranks: int, path: str) -> None:
 
 
 def test_a_rank_killed_in_save_leaves_the_checkpoint_before(tmp_path):
-    run_ranks(2, killed, str(tmp_path), check=False)
+    run_ranks(2, killed, str(tmp_path), check=False, env=taking_the_device())
     facts, sentence = (tmp_path / "survivor.0").read_text().split("\n", 1)
     assert facts == "1 True ['latest', 'step-1']", (facts, sentence)
     assert "rank 1" in sentence
@@ -155,7 +156,7 @@ def background_killed(rank: int, ranks: int, path: str) -> None:
 
 
 def test_a_rank_killed_in_a_background_save_is_noticed(tmp_path):
-    run_ranks(2, background_killed, str(tmp_path), check=False)
+    run_ranks(2, background_killed, str(tmp_path), check=False, env=taking_the_device())
     facts, sentence = (tmp_path / "survivor.0").read_text().split("\n", 1)
     assert facts == "True ['latest', 'step-1']", (facts, sentence)
     assert "rank-00001.safetensors: rank 1 is gone and did not finish it" in sentence
