@@ -37,7 +37,7 @@ class Refused(SystemExit):
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="", help="small (default), base or large")
-    parser.add_argument("--device", default="", help="auto (default: cpu), cpu; cuda is not supported yet")
+    parser.add_argument("--device", default="", help="auto (default: cpu), cpu, or torch's accelerator, as cuda")
     parser.add_argument("--ranks", default="", help="auto (default: one a GPU, two on CPU) or a number")
     parser.add_argument("--steps", default="", help="training steps; default: of the preset")
     parser.add_argument("--offload", default="", help="none (default), cpu or nvme: where states live")
@@ -87,17 +87,16 @@ def need_packages(script: str) -> None:
         )
 
 
-def choose_device(asked: str, script: str) -> tuple[str, int]:
+def choose_device(asked: str) -> tuple[str, int]:
     """Return the device and its number of ranks: one a GPU, two on the CPU."""
-    if asked == "auto" or asked == "cpu":
+    if asked in ("auto", "cpu"):
         return "cpu", 2
-    if script != "ddp_gpt.py":
-        raise Refused("DEVICE=cuda: zeropp does not train on GPUs yet; leave DEVICE empty to train on the CPU")
     import torch
 
-    if not torch.cuda.is_available():
-        raise Refused("DEVICE=cuda: torch sees no GPU here; leave DEVICE empty to train on the CPU")
-    return "cuda", torch.cuda.device_count()
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type != asked or not torch.accelerator.is_available():
+        raise Refused(f"DEVICE={asked}: torch sees no such device here; leave DEVICE empty to train on the CPU")
+    return asked, torch.accelerator.device_count()
 
 
 def own(out: Path) -> None:
@@ -224,7 +223,7 @@ def memory_asked(value: str) -> int:
     return int(number) * units[unit]
 
 
-def larger_than_memory(args: argparse.Namespace, device: str) -> int:
+def larger_than_memory(args: argparse.Namespace) -> int:
     """Run infinity_gpt.py with a model whose states exceed the memory (OFFLOAD=nvme PRESET=large). It writes no checkpoints, and
     leaves only metrics.jsonl on the disk."""
     steps, ranks_asked = whole(args.steps, "STEPS") or 3, whole(args.ranks, "RANKS")
@@ -236,7 +235,9 @@ def larger_than_memory(args: argparse.Namespace, device: str) -> int:
     from torch import device as torch_device
     from zeropp.files.scratch import tidy
 
-    _, suits = choose_device(device, args.script)
+    device, suits = choose_device(args.device.strip() or "auto")
+    if device != "cpu":
+        raise Refused(f"DEVICE={device}: this run (OFFLOAD=nvme PRESET=large) trains on the CPU; leave DEVICE empty")
     ranks = ranks_asked or suits
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     out = Path(args.out or EXAMPLES.parent / "out" / "infinity").resolve()
@@ -314,7 +315,6 @@ def torchrun(ranks: int, script: Path, arguments: list[str]) -> int:
 def main() -> int:
     args = options()
     preset = chosen(args.preset, "small", ("small", "base", "large"), "PRESET")
-    device = chosen(args.device, "auto", ("auto", "cpu", "cuda"), "DEVICE")
     offload = chosen(args.offload, "none", ("none", "cpu", "nvme"), "OFFLOAD")
     if args.data and not Path(args.data).exists():
         raise Refused(f"DATA={args.data}: no such file or folder; leave it empty for Python's own source")
@@ -327,7 +327,7 @@ def main() -> int:
     if offload == "nvme" and preset == "large":
         if args.script != "train_gpt.py":
             raise Refused(f"OFFLOAD=nvme PRESET=large: {args.script} cannot do that; leave --script out")
-        return larger_than_memory(args, device)
+        return larger_than_memory(args)
     if args.scratch and offload != "nvme":
         raise Refused(f"SCRATCH={args.scratch}: only OFFLOAD=nvme has files to put there; leave it empty")
     if args.memory:
@@ -336,7 +336,7 @@ def main() -> int:
         raise Refused(f"OFFLOAD={offload}: ddp_gpt.py trains without zeropp, which alone can do that; leave it empty")
     steps, ranks_asked = whole(args.steps, "STEPS"), whole(args.ranks, "RANKS")
     need_packages(args.script)
-    device, suits = choose_device(device, args.script)
+    device, suits = choose_device(args.device.strip() or "auto")
     ranks = ranks_asked or suits
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // ranks)

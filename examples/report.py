@@ -44,8 +44,8 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--data", help="a folder or file of text; default: the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("out/train"), help="folder for metrics, plot and checkpoint")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank")
-    parser.add_argument("--backend", help="of torch.distributed; default: torch's own choice")
+    parser.add_argument("--device", default="cpu", help="cpu, or the name of torch's accelerator, as cuda: one a rank")
+    parser.add_argument("--backend", help="of torch.distributed, for the CPU, too; default: torch's own choice")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     parser.add_argument(
         "--offload",
@@ -78,13 +78,14 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def choose_device(kind: str) -> torch.device:
-    """Return the CPU, or this rank's GPU."""
+    """Return the CPU, or this rank's accelerator."""
     if kind == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise SystemExit("--device cuda: torch sees no GPU here; leave it out to train on the CPU")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type != kind or not torch.accelerator.is_available():
+        raise SystemExit(f"--device {kind}: torch sees no such device here; leave it out to train on the CPU")
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
     return device
 
 
@@ -188,10 +189,8 @@ class Report:
         moved = [float(total[link] - before[link]) for link in LINKS]
         mine = torch.tensor([loss.item(), float(self._asked_to_stop), float(self._memory), *moved], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        device = loss.device
-        gathered = [one.to(device) for one in everyone]
-        dist.all_gather(gathered, mine.to(device))
-        losses, flags, memory, *moved_by_rank = torch.stack(gathered).cpu().T.tolist()
+        dist.all_gather(everyone, mine)
+        losses, flags, memory, *moved_by_rank = torch.stack(everyone).T.tolist()
         mean = sum(losses) / self.ranks
         took_s = time.perf_counter() - self._last
         rate = self.tokens_per_step / took_s
@@ -259,7 +258,7 @@ class Report:
         device = validation[0][0].device
         context = validation[0][0].shape[1]
         sample = generate(model, PROMPT, SAMPLE_BYTES, context=context, device=device)
-        memory = _all_ranks(proportional_set_bytes(), device)
+        memory = _all_ranks(proportional_set_bytes())
         library = _library_figures(model, optimizer)
         if self.rank == 0:
             self._print_table(loss, trained_s, memory, library)
@@ -268,7 +267,7 @@ class Report:
     @torch.no_grad()
     def _validate(self, model: nn.Module, validation: list[tuple[Tensor, Tensor]]) -> float:
         mean = torch.stack([model(inputs, targets) for inputs, targets in validation]).double().mean()
-        return sum(_all_ranks(mean.item(), validation[0][0].device)) / self.ranks
+        return sum(_all_ranks(mean.item())) / self.ranks
 
     def _note(self, state: str) -> None:
         if self.rank == 0:
@@ -368,8 +367,8 @@ def plot_loss(out: Path) -> None:
     pyplot.close(figure)
 
 
-def _all_ranks(value: float, device: torch.device) -> list[float]:
-    mine = torch.tensor([value], dtype=torch.float64, device=device)
+def _all_ranks(value: float) -> list[float]:
+    mine = torch.tensor([value], dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [one.item() for one in everyone]
