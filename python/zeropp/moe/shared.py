@@ -34,12 +34,12 @@ class Sharers:
     """The ranks that hold the same tokens, this one among them.
 
     Args:
-        group: a mesh of one dimension, or a group. Collective over it.
+        group: a mesh of one dimension, or a group. Collective over it. Rows on a GPU are gathered by its own all-gather.
     """
 
     def __init__(self, group: Any) -> None:
-        found: Any = group if isinstance(group, dist.ProcessGroup) else group.get_group()
-        self.members: list[int] = dist.get_process_group_ranks(found)
+        self.group: Any = group if isinstance(group, dist.ProcessGroup) else group.get_group()
+        self.members: list[int] = dist.get_process_group_ranks(self.group)
         self.comm: Any = sub_communicator(self.members, "that share tokens")
         self.ranks, self.rank = len(self.members), self.members.index(dist.get_rank())
         self.number = next(_numbers)
@@ -86,7 +86,10 @@ def _run_join(part: Tensor, tokens: int, sharers: int) -> Tensor:
     mine = (
         part.contiguous() if len(part) == most else torch.cat([part, part.new_zeros(most - len(part), part.shape[1])])
     )
-    all_gather(one.comm, every, mine)
+    if part.is_cpu:
+        all_gather(one.comm, every, mine)
+    else:
+        dist.all_gather_into_tensor(every, mine, group=one.group)
     return every[:tokens]
 
 
@@ -118,7 +121,7 @@ def _join_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _library = register_operators({
     "moe_tokens_take": ("(Tensor rows, int sharers) -> Tensor", _run_take, _fake_take),
     "moe_tokens_join": ("(Tensor part, int tokens, int sharers) -> Tensor", _run_join, _fake_join),
-})  # fmt: skip
+}, "CompositeExplicitAutograd")  # fmt: skip
 torch.library.register_autograd("zeropp::moe_tokens_take", _take_backward, setup_context=_take_context, lib=_library)
 torch.library.register_autograd("zeropp::moe_tokens_join", _join_backward, setup_context=_join_context, lib=_library)
 JOIN: Any = torch.ops.zeropp.moe_tokens_join.default

@@ -108,7 +108,7 @@ def _check_hosts(config: Config, device: torch.device, ranks: JobRanks, there: b
 
 def check_experts(device: torch.device, experts: Any) -> None:
     """Raise zeropp.ConfigError for what a model on a GPU does not have yet of ``Config.experts``."""
-    for option in ("cache", "offload", "shared_by"):
+    for option in ("cache", "offload"):
         if device.type != "cpu" and getattr(experts, option, None) is not None:
             _refuse(device, f"Experts({option}=) is", "leave it out, or train on the CPU with Config(device='cpu')")
 
