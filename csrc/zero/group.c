@@ -81,7 +81,6 @@ static zpp_status check_same(const zpp_zero *zero, const struct zpp_group_spec *
 static zpp_status check_coordinator(const zpp_zero *zero, const char *name, struct zpp_err *err) {
     const bool files = zero->unit_file && zpp_internode(zero->options.comm);
     const char *what = files ? "parameters in files over several hosts" : NULL;
-    if (zero->options.host && zero->unit_file) what = "an accelerator and parameters in files";
     if (zpp_zero_by_nccl(zero)) what = "accelerators whose shards NCCL moves";
     if (zero->sealed || zero->units_count)
         return zpp_fail(err, ZPP_STATE, "zero: group \"%s\" comes after the first unit", name);
