@@ -14,8 +14,6 @@ import zeropp
 from expert_layer import CASES, EXPERTS, Layer
 from expert_parity import parity
 from ranks import on_ranks
-from zeropp.errors import ConfigError
-from zeropp.zero.model.accelerator import check_experts
 
 
 @on_ranks(2, devices=("sim", "sim-lazy", "sim-offload"))
@@ -103,16 +101,6 @@ def test_rows_may_come_back_on_the_cpu() -> None:
     y = zeropp.moe.combine(rows.cpu(), plan)
     assert y.is_cpu
     assert torch.equal(y, hidden.cpu())
-
-
-def test_a_cache_is_refused_on_a_gpu() -> None:
-    experts = zeropp.Experts(parallel=2, cache="1GiB")
-    with pytest.raises(
-        ConfigError, match=r"computes on cuda:0, where Experts\(cache=\) is .* leave it out, or train on the CPU"
-    ):
-        check_experts(torch.device("cuda:0"), experts)
-    check_experts(torch.device("cpu"), experts)
-    check_experts(torch.device("cuda:0"), zeropp.Experts(parallel=2))
 
 
 def test_rows_without_values_are_refused() -> None:

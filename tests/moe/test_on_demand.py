@@ -16,6 +16,7 @@ import torch
 import zeropp
 from moe_models import batch, loss_of
 from ranks import of_all_ranks, on_ranks
+from zeropp.moe import on_demand
 from zeropp.zero.engine import engine_of
 
 # A layer's sums are of the same products in another order: a few roundings of fp32, through two layers.
@@ -50,9 +51,9 @@ def prepared(
     path: str, cache: Any, make: Callable[[], Any] = build, optimizer: Any = None, **more: Any
 ) -> tuple[Any, Any]:
     model = make()
-    config = zeropp.Config(
-        experts=zeropp.Experts(parallel=1, cache=cache), offload=zeropp.Offload(params="nvme", path=path), **more
-    )
+    states = {} if optimizer is None else {"optimizer": "cpu"}
+    offload = zeropp.Offload(params="nvme", path=path, **states)
+    config = zeropp.Config(experts=zeropp.Experts(parallel=1, cache=cache), offload=offload, **more)
     return zeropp.prepare(model, None if optimizer is None else optimizer(model.parameters()), config)
 
 
@@ -69,7 +70,7 @@ def read_bytes(model: Any, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
     return params.figures()["read_bytes"] - before, logits
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, devices=("cpu", "sim-lazy"))
 def test_reads_the_experts_that_tokens_chose(ranks: int) -> None:
     """A cache of all experts reads each chosen one once; one of two experts reads them in each pass; logits are those of the plain model.
     Bytes are counted on one rank: ranks of a host share reads of whole units."""
@@ -151,7 +152,7 @@ def test_generate_and_training_between() -> None:
             assert not model(ids).logits.any()
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow), devices=("cpu", "sim"))
 @pytest.mark.parametrize("kind", ["nvme", "int8"])
 def test_experts_of_several_ranks(kind: str) -> None:
     """Each rank reads those of its own experts that the tokens of all ranks chose, and no others; logits are those of the plain model, or
@@ -188,7 +189,26 @@ def test_experts_of_several_ranks(kind: str) -> None:
             assert torch.equal(model.generate(batches[rank], **how, synced_gpus=True), tokens)
 
 
-@on_ranks(1)
+@on_ranks(1, devices=("sim", "sim-lazy"))
+def test_more_experts_than_stagings() -> None:
+    """Through one staging every expert waits for the copy of the one before; through several they wait in turns. The cache of a GPU is on
+    the GPU, and a pass on another stream comes after the one that filled it."""
+    ids = batch(0, 0, rows=1, length=12)
+    with folder() as path, torch.no_grad():
+        wanted = build()(ids).logits
+        kept = on_demand.STAGINGS
+        for stagings, cache in ((1, "2MiB"), (3, "2MiB"), (3, 3 * 64 * 64 * 4 * 4)):
+            on_demand.STAGINGS = stagings
+            model, _ = prepared(path, cache)
+            for _ in range(2):
+                torch.testing.assert_close(model(ids).logits, wanted, rtol=BOUND, atol=BOUND)
+            held = demand_of(model)._held.values()
+            assert held
+            assert all(one.memory.device == ids.device and one.staging is None for one in held)
+        on_demand.STAGINGS = kept
+
+
+@on_ranks(1, devices=("cpu", "sim"))
 def test_a_disk_error_names_the_expert() -> None:
     with folder() as path:
         model, _ = prepared(path, "1MiB")

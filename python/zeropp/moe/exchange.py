@@ -86,7 +86,7 @@ class Exchange:
                 _log.warning("zeropp.moe: tokens of %s cross in host memory, which is slow: %s", device, reason)
         return device if device == self.device else _CPU
 
-    def _memory(self, rows: int, width: int, like: Tensor) -> Tensor:
+    def memory_like(self, rows: int, width: int, like: Tensor) -> Tensor:
         """Return memory for a result (rows, width), of the type and device of another tensor."""
         return self.empty(rows, width, like.dtype) if like.is_cpu else like.new_empty(rows, width)
 
@@ -377,7 +377,7 @@ def _run_dispatch(x: Tensor, chosen: Tensor, experts: int, exchange: int, layer:
     k = chosen.shape[1]
     form = (tokens, width, k, experts, dtype_code(x.dtype), there)
     n = one.core.dispatch_begin(layer, x.data_ptr(), chosen.data_ptr(), *form)
-    rows = one._memory(n, width, x)
+    rows = one.memory_like(n, width, x)
     ends = torch.empty(experts // one.here, dtype=torch.int32, device="cpu", pin_memory=there)
     taken = torch.empty(n, 2, dtype=torch.int32, device="cpu", pin_memory=there)
     slots = torch.empty(tokens, k, dtype=torch.int64, device="cpu", pin_memory=there)
@@ -394,7 +394,7 @@ def _run_combine(
     exchange: int,
 ) -> Tensor:  # fmt: skip
     one = _exchanges[exchange]
-    y = one._memory(slots.shape[0], rows.shape[1], rows)
+    y = one.memory_like(slots.shape[0], rows.shape[1], rows)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, rows, weights))
     one.core.combine(*addresses, weighted, y.data_ptr(), not rows.is_cpu)
     return y
@@ -405,7 +405,7 @@ def _run_combine_backward(
     of_weights: bool, exchange: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     one, there = _exchanges[exchange], not grad.is_cpu
-    grad_rows = one._memory(taken.shape[0], grad.shape[1], grad)
+    grad_rows = one.memory_like(taken.shape[0], grad.shape[1], grad)
     grad_weights = weights.new_empty(slots.shape if of_weights else _EMPTY)
     dots = weights.new_empty(taken.shape[0] if of_weights and there else 0)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, weights))
@@ -416,7 +416,7 @@ def _run_combine_backward(
 
 def _run_dispatch_backward(grad: Tensor, taken: Tensor, slots: Tensor, numbers: Tensor, exchange: int) -> Tensor:
     one = _exchanges[exchange]
-    grad_x = one._memory(slots.shape[0], grad.shape[1], grad)
+    grad_x = one.memory_like(slots.shape[0], grad.shape[1], grad)
     addresses = (part.data_ptr() for part in (numbers, taken, slots, grad, grad_x))
     one.core.dispatch_backward(*addresses, not grad.is_cpu)
     return grad_x

@@ -163,14 +163,14 @@ class ExpertsForward:
     def _outputs(self, module: nn.Module, rows: Tensor, ends: Tensor) -> Tensor:
         if self.demand is None or torch.is_grad_enabled():
             return outputs_of(module, self._compute, rows, ends, self.exchange)
-        outputs = self.exchange.empty(rows.shape[0], rows.shape[1], rows.dtype)
-        plain = not isinstance(module, Experts) and _is_swiglu(module, rows)
+        outputs = self.exchange.memory_like(rows.shape[0], rows.shape[1], rows)
+        plain = not isinstance(module, Experts) and _is_gated_silu(module, rows)
         for values, part in self.demand.each(ends):
             if plain:  # for few rows what the module does around its products takes longer than they
                 swiglu_expert(rows[part], values["gate_up_proj"][0], values["down_proj"][0], outputs[part])
                 continue
             with local_experts(module, 1, values):
-                end = torch.full((1,), part.stop - part.start, dtype=torch.int32)
+                end = torch.full((1,), part.stop - part.start, dtype=torch.int32, device="cpu")
                 outputs[part] = outputs_of(module, self._compute, rows[part], end)
         return outputs
 
@@ -228,7 +228,7 @@ def grouped(module: nn.Module, rows: Tensor, ends: Tensor, exchange: Exchange | 
     """Return what :func:`outputs_of` does, by a product over all experts, of a module with the flags of transformers'
     ``use_experts_implementation``; gated experts with SiLU go through one expert after the other."""
     found: Any = module
-    if _is_swiglu(found, rows):
+    if rows.is_cpu and _is_gated_silu(found, rows):
         return swiglu_experts(rows, ends, found.gate_up_proj, found.down_proj, exchange=exchange)
     kind = "gate_up_proj" if found.has_gate else "up_proj"
     inner = _product(found, kind, rows, ends)
@@ -236,9 +236,9 @@ def grouped(module: nn.Module, rows: Tensor, ends: Tensor, exchange: Exchange | 
     return found.post_expert_norm(outputs) if found.has_post_expert_norm else outputs
 
 
-def _is_swiglu(module: Any, rows: Tensor) -> bool:
-    """Return True for experts silu(x G) * (x U) D on the cpu, without biases and with nothing behind them."""
-    if torch.compiler.is_compiling() or not rows.is_cpu or not module.has_gate:
+def _is_gated_silu(module: Any, rows: Tensor) -> bool:
+    """Return True for experts silu(x G) * (x U) D, without biases and with nothing behind them."""
+    if torch.compiler.is_compiling() or not module.has_gate:
         return False
     if module.has_bias or module.is_transposed or not module.is_concatenated or module.has_post_expert_norm:
         return False

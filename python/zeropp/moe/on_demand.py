@@ -7,11 +7,19 @@ memory, and an expert computes as soon as it is there. The experts that were use
 
 Where weights are kept in 8 or 4 bits (``Precision(stored=)``) the bytes that are read, or expanded out of memory, are those of the chosen
 experts' codes.
+
+Of a model on a GPU the cache is memory of the GPU. An expert is read to page-locked memory of the host, and one copy engine takes it up:
+
+    stream       does                                after
+    the host     reads an expert to its staging      the copy up that had the staging before
+    computation  copies it up, in one piece          what computed with the memory before; the read, for which the host waits
+    computation  computes with it                    that copy
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -32,8 +40,19 @@ ALIGN_BYTES = 4096
 """Of memory that files are read to: a page, as O_DIRECT wants it."""
 SPARE = 2
 """Pieces of memory of dropped experts that wait for the next ones."""
+STAGINGS = 16
+"""Experts of one size on their way to a GPU at a time: so many reads of a few MiB keep a disk busy."""
 Key = tuple[int, int]
 """The number of a layer, and that of an expert among those of this rank."""
+
+
+@dataclass
+class Staging:
+    """Page-locked memory of the host, for one expert on its way to a GPU."""
+
+    memory: Tensor
+    copied: torch.Event
+    """The last copy from it is over."""
 
 
 @dataclass
@@ -44,6 +63,31 @@ class Expert:
     values: dict[str, Tensor]
     parts: list[tuple[str, Any]] = field(default_factory=list)
     """Reads that are under way, each with the parameter in the module that it is of."""
+    staging: Staging | None = None
+    """Where they come to, if the values are on a GPU; None: they are there, or nothing goes up."""
+
+
+class Stagings:
+    """Keep what experts of a GPU are read to, by their size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[Staging]] = {}
+        self._made: dict[int, int] = {}
+
+    def take(self, size: int, now: bool) -> Staging | None:
+        """Return a staging that no copy reads any more. None: all are on their way; with ``now`` the host waits for the oldest copy."""
+        free = self._free.setdefault(size, [])
+        if free and (free[0].copied.query() or (now and self._made[size] >= STAGINGS)):
+            free[0].copied.synchronize()
+            return free.pop(0)
+        if self._made.get(size, 0) >= STAGINGS:
+            return None
+        self._made[size] = self._made.get(size, 0) + 1
+        return Staging(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), torch.Event(self._device))
+
+    def give(self, staging: Staging) -> None:
+        self._free[staging.memory.nbytes].append(staging)
 
 
 class Cache:
@@ -61,6 +105,11 @@ class Cache:
         self._held: OrderedDict[Key, Expert] = OrderedDict()
         self._free: dict[int, list[Tensor]] = {}
         self._version = engine.version
+        self.device: torch.device = engine.device
+        """Where experts are, and compute."""
+        self._stagings = None if self.device.type == "cpu" else Stagings(self.device)
+        self._stream: torch.Stream | None = None
+        """Of a GPU: the one that computed with the experts last."""
 
     def each(self, layer: DemandLayer, chosen: list[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yield the chosen experts, in their order, each with its values; these are good until the next one is asked for.
@@ -69,6 +118,7 @@ class Cache:
             zeropp.TierError: a read failed; it names the expert.
         """
         self._forget_old()
+        self._follow()
         begun = 0
         try:
             for at, expert in enumerate(chosen):
@@ -88,6 +138,17 @@ class Cache:
                 self._drop(key)
             self._version = self.engine.version
 
+    def _follow(self) -> None:
+        """Order torch's current stream after the one that computed with the experts last."""
+        if self._stagings is None:
+            return
+        current = torch.accelerator.current_stream(self.device)
+        if self._stream is not None and current != self._stream:
+            current.wait_stream(self._stream)
+            for memory in (*(one.memory for one in self._held.values()), *itertools.chain(*self._free.values())):
+                memory.record_stream(current)
+        self._stream = current
+
     def _begin(self, layer: DemandLayer, expert: int, needed: list[int], now: bool) -> bool:
         """Have the values of an expert in memory or under way. False: the experts that are ``needed`` before leave no memory for it."""
         key = layer.number, expert
@@ -95,19 +156,29 @@ class Cache:
             self.hits += 1
             self._held.move_to_end(key)
             return True
+        if not self._make_room(layer, needed, now):
+            return False
+        staging = None if self._stagings is None else self._stagings.take(layer.expert_bytes, now)
+        if self._stagings is not None and staging is None:
+            return False
+        self.reads += 1
+        self.held_bytes += layer.expert_bytes
+        one = layer.memory(self._free.get(layer.expert_bytes, []))
+        one.staging = staging
+        self._held[key] = one
+        for name in one.values:
+            with self._named(layer, expert, name):
+                layer.begin(expert, one, name)
+        return True
+
+    def _make_room(self, layer: DemandLayer, needed: list[int], now: bool) -> bool:
+        """Drop the oldest experts until there is memory for one. False: only those that are ``needed`` are left; with ``now`` they go, too."""
         keep = {(layer.number, one) for one in needed}
         while self.held_bytes + layer.expert_bytes > self.most_bytes:
             oldest = next((one for one in self._held if one not in keep), None)
             if oldest is None and not now:
                 return False
             self._drop(next(iter(self._held)) if oldest is None else oldest)
-        self.reads += 1
-        self.held_bytes += layer.expert_bytes
-        one = layer.memory(self._free.get(layer.expert_bytes, []))
-        self._held[key] = one
-        for name in one.values:
-            with self._named(layer, expert, name):
-                layer.begin(expert, one, name)
         return True
 
     def _arrived(self, layer: DemandLayer, expert: int) -> Mapping[str, Tensor]:
@@ -116,12 +187,22 @@ class Cache:
             with self._named(layer, expert, one.parts[0][0]):
                 self.engine.core.end_part(one.parts[0][1])
             one.parts.pop(0)
+        if one.staging is not None:
+            layer.copy_up(one.staging, one.memory)
+            self._give(one)
         return one.values
+
+    def _give(self, one: Expert) -> None:
+        """Give back what an expert was read to."""
+        if one.staging is not None and self._stagings is not None:
+            self._stagings.give(one.staging)
+            one.staging = None
 
     def _drop(self, key: Key) -> None:
         one = self._held.pop(key)
         self.held_bytes -= one.memory.nbytes
         one.parts.clear()  # waits for what is under way
+        self._give(one)
         self._free.setdefault(one.memory.nbytes, []).append(one.memory)
         del self._free[one.memory.nbytes][SPARE:]
 
@@ -180,14 +261,27 @@ class DemandLayer:
     def memory(self, free: list[Tensor]) -> Expert:
         """Return memory for one expert, that of ``free`` where there is some."""
         memory = free.pop() if free else self._new_memory()
-        skip = -memory.data_ptr() % ALIGN_BYTES
-        values = {}
-        for key, (_, _, shape, dtype, at) in self._places.items():
-            values[key] = memory[skip + at : skip + at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        return Expert(memory, values)
+        return Expert(memory, self._values_in(memory))
+
+    def _values_in(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return an expert's parameters in memory for one: they begin at a page."""
+        pages = _pages(memory)
+        return {
+            key: pages[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for key, (_, _, shape, dtype, at) in self._places.items()
+        }
+
+    def copy_up(self, staging: Staging, memory: Tensor) -> None:
+        """Copy an expert to memory of a GPU, on torch's current stream."""
+        size = self.expert_bytes - ALIGN_BYTES
+        _pages(memory)[:size].copy_(_pages(staging.memory)[:size], non_blocking=True)
+        staging.copied.record(torch.accelerator.current_stream(memory.device))
 
     def _new_memory(self) -> Tensor:
-        """Return memory that the file's engine reads to without looking up its pages, where there is an engine."""
+        """Return memory of the cache's device; on the host what the file's engine reads to without looking up its pages, where there is an
+        engine."""
+        if self.cache.device.type != "cpu":
+            return torch.empty(self.expert_bytes, dtype=torch.uint8, device=self.cache.device)
         capsule = self.cache.engine.core.part_memory(self.expert_bytes)
         if capsule is None:
             return torch.empty(self.expert_bytes, dtype=torch.uint8, device="cpu")
@@ -198,7 +292,9 @@ class DemandLayer:
         """Begin to read an expert's part of a parameter of the module."""
         unit, offset, shape, _, _ = self._places[name]
         first, count = offset + expert * shape.numel(), shape.numel()
-        part = self.cache.engine.core.begin_part(unit, first, count, one.values[name].data_ptr(), one.memory)
+        memory = one.memory if one.staging is None else one.staging.memory
+        values = one.values if one.staging is None else self._values_in(memory)
+        part = self.cache.engine.core.begin_part(unit, first, count, values[name].data_ptr(), memory)
         one.parts.append((name, part))
 
     def each(self, ends: Tensor) -> Iterator[tuple[Mapping[str, Tensor], slice]]:
@@ -207,6 +303,11 @@ class DemandLayer:
         chosen = [expert for expert in range(len(bounds) - 1) if bounds[expert] < bounds[expert + 1]]
         for expert, values in self.cache.each(self, chosen):
             yield values, slice(bounds[expert], bounds[expert + 1])
+
+
+def _pages(memory: Tensor) -> Tensor:
+    """Return memory from its first whole page on."""
+    return memory[-memory.data_ptr() % ALIGN_BYTES :]
 
 
 class DemandCall(WrappedCall):

@@ -54,8 +54,12 @@ def swiglu_expert(rows: Tensor, gate_up: Tensor, down: Tensor, outputs: Tensor) 
         outputs: (N, W), contiguous.
     """
     between = torch.mm(rows, gate_up.t())
-    active = rows.new_empty(rows.shape[0], gate_up.shape[0] // 2)
-    torch.ops.zeropp.swiglu_(between, active, active.shape[1])
+    if rows.is_cpu:
+        active = rows.new_empty(rows.shape[0], gate_up.shape[0] // 2)
+        torch.ops.zeropp.swiglu_(between, active, active.shape[1])
+    else:
+        gate, up = between.chunk(2, 1)
+        active = torch.nn.functional.silu(gate) * up
     torch.mm(active, down.t(), out=outputs)
 
 

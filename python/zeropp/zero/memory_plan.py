@@ -238,7 +238,7 @@ def estimate(
     refuse_lazy(model, "estimate")
     config = as_config(config, "estimate")
     device = device_of(model, config)
-    check_accelerator(config, device, None)
+    check_accelerator(config, device, None, optimizer != "none")
     if mesh is not None:
         sizes = mesh_sizes(mesh, "estimate")
         if ranks not in (None, sizes.ranks):

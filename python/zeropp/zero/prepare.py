@@ -278,6 +278,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
     Frameworks make a new optimizer for each of their runs.
     """
     engine = engine_of(model)
+    check_accelerator(engine.config, engine.device, None)
     plans = [
         UnitPlan(u.name, [e.param for e in u.params], [e.names for e in u.params], [], u.dtype, u.trainable)
         for u in engine.units
@@ -335,7 +336,7 @@ def _check_ranks(
         check_same_config(ranks.all, config, optimizer, device, mistake)
     elif mistake is not None:
         raise mistake
-    check_accelerator(config, device, ranks)
+    check_accelerator(config, device, ranks, optimizer is not None)
     refuse_shared(device, ranks.all, config.device is not None)
     if ranks.all is not None and config.preflight:
         preflight()

@@ -65,9 +65,9 @@ def check_parameter_device(name: str, parameter: nn.Parameter, device: torch.dev
     )
 
 
-def check_accelerator(config: Config, device: torch.device, ranks: JobRanks | None) -> None:
+def check_accelerator(config: Config, device: torch.device, ranks: JobRanks | None, steps: bool = True) -> None:
     """Raise zeropp.ConfigError for an option that does not work with a model on a GPU yet, or with one on the CPU. ``ranks``: None where
-    they are not known."""
+    they are not known; ``steps``: there is an optimizer."""
     there = device.type != "cpu" and shards_on_device(config, device)
     _check_gather(config, there)
     if device.type == "cpu":
@@ -77,7 +77,7 @@ def check_accelerator(config: Config, device: torch.device, ranks: JobRanks | No
     if there:
         _check_gradients(config, device)
     else:
-        _check_offload(config, device)
+        _check_offload(config, device, steps)
     if not there and config.comm.params != "exact":
         _refuse(
             device,
@@ -108,9 +108,8 @@ def _check_hosts(config: Config, device: torch.device, ranks: JobRanks, there: b
 
 def check_experts(device: torch.device, experts: Any) -> None:
     """Raise zeropp.ConfigError for what a model on a GPU does not have yet of ``Config.experts``."""
-    for option in ("cache", "offload"):
-        if device.type != "cpu" and getattr(experts, option, None) is not None:
-            _refuse(device, f"Experts({option}=) is", "leave it out, or train on the CPU with Config(device='cpu')")
+    if device.type != "cpu" and getattr(experts, "offload", None) is not None:
+        _refuse(device, "Experts(offload=) is", "leave it out, or train on the CPU with Config(device='cpu')")
 
 
 def check_trained(device: torch.device, plans: Iterable[UnitPlan]) -> None:
@@ -149,11 +148,11 @@ def _check_gradients(config: Config, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def _check_offload(config: Config, device: torch.device) -> None:
+def _check_offload(config: Config, device: torch.device, steps: bool) -> None:
     params, states = tier_of(config, "params").kind, tier_of(config, "optimizer").kind
     if config.stage == 0:
         _refuse(device, "stage 0 with offloaded states is", "use stage 1, 2 or 3, or keep the states on the device")
-    if states == "device" and config.stored_name is None:  # else there is no optimizer
+    if states == "device" and steps and config.stored_name is None:
         _refuse(
             device, f"an optimizer that steps there beside parameters on {params!r} is",
             "keep both on the host, as in Offload(params='cpu', optimizer='cpu'), or neither",
