@@ -391,14 +391,14 @@ static int sizes_of(PyObject *list, size_t **out) {
 }
 
 /* add_unit(name, dtype, sizes, trainable, frozen_reserved, place, grad_dtype, wire_dtype, group=0, held=False,
- * shared=False) -> index */
+ * shared=False, on_host=False) -> index */
 static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     struct zpp_unit_spec spec = { 0 };
     PyObject *sizes;
-    int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, held = 0, shared = 0, index = -1;
-    if (!PyArg_ParseTuple(args, "siO!ppiii|ipp", &spec.name, &dtype, &PyList_Type, &sizes, &trainable,
-                          &frozen_reserved, &place, &grad_dtype, &wire_dtype, &spec.group, &held, &shared))
+    int dtype, trainable, frozen_reserved, place, grad_dtype, wire_dtype, held = 0, shared = 0, on_host = 0, index = -1;
+    if (!PyArg_ParseTuple(args, "siO!ppiii|ippp", &spec.name, &dtype, &PyList_Type, &sizes, &trainable,
+                          &frozen_reserved, &place, &grad_dtype, &wire_dtype, &spec.group, &held, &shared, &on_host))
         return NULL;
     size_t *param_elems = NULL;
     if (sizes_of(sizes, &param_elems)) return NULL;
@@ -411,6 +411,7 @@ static PyObject *zero_add_unit(PyObject *self, PyObject *args) {
     spec.held = held;
     spec.frozen_reserved = frozen_reserved;
     spec.shared = shared;
+    spec.on_host = on_host;
     spec.place = (enum zpp_place)place;
     struct zpp_err err = ZPP_ERR_INIT;
     const zpp_status status = zpp_zero_add_unit(zero->core, &spec, &index, &err);
@@ -555,12 +556,23 @@ static PyObject *zero_memory(PyObject *self, PyObject *unused) {
     (void)unused;
     struct zpp_zero_memory memory;
     zpp_zero_memory(((Zero *)self)->core, &memory);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes,
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "params", (Py_ssize_t)memory.param_bytes,
                          "gathered", (Py_ssize_t)memory.gathered_bytes, "grads", (Py_ssize_t)memory.grad_bytes,
                          "buckets", (Py_ssize_t)memory.bucket_bytes, "buckets_peak",
                          (Py_ssize_t)memory.bucket_peak_bytes, "gathered_peak", (Py_ssize_t)memory.gathered_peak_bytes,
                          "on_disk", (Py_ssize_t)memory.on_disk_bytes, "pinned", (Py_ssize_t)memory.pinned_bytes,
-                         "resident", (Py_ssize_t)memory.resident_bytes, "blocks", (Py_ssize_t)memory.block_bytes);
+                         "resident", (Py_ssize_t)memory.resident_bytes, "blocks", (Py_ssize_t)memory.block_bytes,
+                         "on_host", (Py_ssize_t)memory.on_host_bytes);
+}
+
+/* page_locked(bytes) -> address */
+static PyObject *zero_page_locked(PyObject *self, PyObject *bytes) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    void *memory = NULL;
+    const size_t wanted = PyLong_AsSize_t(bytes);
+    if (PyErr_Occurred()) return NULL;
+    const zpp_status status = zpp_zero_page_locked(((Zero *)self)->core, wanted, &memory, &err);
+    return status == ZPP_OK ? PyLong_FromVoidPtr(memory) : zpp_py_raise(&err);
 }
 
 /* gather_way() -> (way of zpp_gather, why) */
@@ -620,6 +632,8 @@ static PyMethodDef zero_methods[] = {
     {"gather_ns", zero_gather_ns, METH_NOARGS, "How long modules and readers waited for their units, so far."},
     {"release_all", zero_release_all, METH_NOARGS, "Release every unit that is not pinned."},
     {"memory", zero_memory, METH_NOARGS, "Bytes held on this rank, by kind."},
+    {"page_locked", zero_page_locked, METH_O,
+     "page_locked(bytes) -> address of memory of the host that the accelerator reads and writes, until the core ends."},
     {"close", zero_close, METH_NOARGS, "The model is gone: let go of its parameters."},
     {NULL, NULL, 0, NULL},
 };

@@ -80,8 +80,12 @@ enum zpp_grad_file_state { ZPP_GRAD_FILE_ON_DISK, ZPP_GRAD_FILE_READING, ZPP_GRA
 
 /* --- an accelerator beside the host (pinned.c, grad_offload.c) -----------------------------------------------------
  */
+struct zpp_pinned_memory {
+    void *memory;
+    size_t owned_bytes; /* 0: it is borrowed, and not freed here */
+};
 struct zpp_pinned {
-    void **memory; /* page-locked for the device, until destroy */
+    struct zpp_pinned_memory *all; /* page-locked for the device, until destroy */
     size_t count, capacity, bytes;
 };
 

@@ -17,20 +17,37 @@ static zpp_status tell_who_holds(const struct zpp_pinned *pinned, const struct z
 zpp_status zpp_pin(zpp_zero *zero, void *memory, size_t bytes, struct zpp_err *err) {
     struct zpp_pinned *pinned = &zero->pinned;
     if (!zero->options.host || !bytes) return ZPP_OK;
-    void **grown = zpp_array_reserve(pinned->memory, pinned->count, &pinned->capacity, sizeof *grown);
+    struct zpp_pinned_memory *grown =
+        zpp_array_reserve(pinned->all, pinned->count, &pinned->capacity, sizeof *grown);
     if (!grown) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the list of page-locked memory");
-    pinned->memory = grown;
+    pinned->all = grown;
     struct zpp_err failure = ZPP_ERR_INIT;
     const zpp_status status = zpp_device_pin(zero->options.device, memory, bytes, &failure);
     if (status != ZPP_OK) return tell_who_holds(pinned, &failure, err);
-    pinned->memory[pinned->count++] = memory;
+    pinned->all[pinned->count++] = (struct zpp_pinned_memory){memory, 0};
     pinned->bytes += bytes;
     return ZPP_OK;
 }
 
+zpp_status zpp_zero_page_locked(zpp_zero *zero, size_t bytes, void **out, struct zpp_err *err) {
+    if (!zero->options.host || !bytes)
+        return zpp_fail(err, ZPP_INVALID, "zero: %zu bytes of page-locked memory, wanted some, and an accelerator",
+                        bytes);
+    zpp_status status = zpp_mem_alloc(bytes, zpp_page_bytes(), out, err);
+    if (status != ZPP_OK) return status;
+    status = zpp_pin(zero, *out, bytes, err);
+    if (status == ZPP_OK) zero->pinned.all[zero->pinned.count - 1].owned_bytes = bytes;
+    else zpp_mem_free(*out, bytes);
+    return status;
+}
+
 void zpp_unpin_all(zpp_zero *zero) {
     struct zpp_pinned *pinned = &zero->pinned;
-    while (pinned->count) zpp_device_unpin(zero->options.device, pinned->memory[--pinned->count]);
-    free(pinned->memory);
+    while (pinned->count) {
+        const struct zpp_pinned_memory *last = &pinned->all[--pinned->count];
+        zpp_device_unpin(zero->options.device, last->memory);
+        if (last->owned_bytes) zpp_mem_free(last->memory, last->owned_bytes);
+    }
+    free(pinned->all);
     *pinned = (struct zpp_pinned){0};
 }

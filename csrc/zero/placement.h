@@ -10,7 +10,8 @@
  *   sharded_net   a shard a rank, on several hosts                     an all-gather; with hpZ from secondary shards
  *   offloaded     a shard a rank, in memory of the host                copies of the shards to an accelerator
  *   offloaded_whole   the same, and whole on an accelerator            never; after a step, the shards of all ranks
- *   on_device     a shard a rank, in memory of an accelerator          copies of the peers' shards
+ *   on_device     a shard a rank, in memory of an accelerator, or of   copies of the peers' shards
+ *                 the host, which the accelerator reads and writes
  *   on_device_whole   in memory of every rank's accelerator, whole     never; after a step, the others' shards
  *   nvme          in a file that the ranks of a host share             a read of the whole unit
  *   nvme_up       the same, and whole on an accelerator                the same, then a copy to the accelerator

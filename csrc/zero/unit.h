@@ -88,7 +88,7 @@ struct zpp_unit {
     zpp_dtype grad_dtype, wire_dtype; /* see struct zpp_unit_spec */
     bool trainable;       /* gets gradients; changes in zpp_zero_unfreeze only */
     bool frozen_reserved; /* gets none yet, and has addresses for them */
-    bool held;            /* see struct zpp_unit_spec */
+    bool held, on_host;   /* see struct zpp_unit_spec */
     bool is_copy;         /* other ranks of the job have the same parameters, and count them in the norm */
     enum zpp_place place;
     const struct zpp_placement *placement;

@@ -222,6 +222,7 @@ static zpp_status copy_spec(const zpp_zero *zero, struct zpp_unit *unit, const s
     unit->held = spec->held;
     unit->place = spec->place;
     unit->shared = spec->shared;
+    unit->on_host = spec->on_host;
     unit->placement = placement_of(zero, spec->place);
     unit->group = zero->groups[spec->group];
     unit->params = spec->params;
@@ -258,6 +259,15 @@ static zpp_status check_gradients(const zpp_zero *zero, const struct zpp_unit_sp
 
 static zpp_status check_place(const zpp_zero *zero, const struct zpp_unit_spec *spec, struct zpp_err *err) {
     const bool in_file = spec->place == ZPP_PLACE_FILE;
+    if (spec->on_host && zpp_zero_by_nccl(zero))
+        return zpp_fail(err, ZPP_NOT_BUILT,
+                        "zero: unit %s has its shards on the host, with accelerators whose shards NCCL moves, is not "
+                        "supported yet; leave Experts(offload=) out",
+                        spec->name);
+    if (spec->on_host && (spec->place != ZPP_PLACE_SHARD || !shards_on_device(&zero->options)))
+        return zpp_fail(err, ZPP_INVALID,
+                        "zero: unit %s has its shards on the host; wanted place SHARD, and others' on a device",
+                        spec->name);
     if (spec->place == ZPP_PLACE_WHOLE) return ZPP_OK;
     if (in_file != (zero->unit_file != NULL))
         return zpp_fail(err, ZPP_INVALID, "zero: unit %s is%s to live in a file, and params_fraction is %g", spec->name,
@@ -492,6 +502,7 @@ void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
         .bucket_bytes = zero->buckets.touched_bytes,
         .bucket_peak_bytes = zero->buckets.peak_bytes,
         .pinned_bytes = zero->pinned.bytes,
+        .on_host_bytes = shards_on_device(&zero->options) ? zero->params_bytes : 0,
         .resident_bytes = zero->resident_bytes,
         .block_bytes = zero->blocks.bytes,
     };

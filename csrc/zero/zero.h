@@ -92,6 +92,8 @@ struct zpp_unit_spec {
     int group;            /* of zpp_zero_add_group; 0: all data ranks hold it */
     bool held; /* what it has of a file, parameters and gradients, stays in memory: fractions are of other units */
     bool shared;          /* by several modules: it is whole while others come and go between them */
+    bool on_host; /* place SHARD, with shards on the device: this unit's are in page-locked memory of the host, which
+                   * kernels and copy engines read and write */
 };
 
 /* New; free with zpp_zero_destroy (local, never waits; NULL is fine). */
@@ -319,10 +321,13 @@ struct zpp_zero_memory {
     size_t bucket_peak_bytes, gathered_peak_bytes;
     size_t on_disk_bytes;      /* this rank's share of what is in the file of parameters */
     size_t pinned_bytes;       /* page-locked here for the accelerator: of all ranks' shards and buckets */
+    size_t on_host_bytes;      /* of param_bytes: shards of units that are on the host, where the others' are not */
     size_t resident_bytes;     /* on an accelerator beside shards on the host: units that stay whole */
     size_t block_bytes;        /* there, too: gradients on their way down */
 };
 void zpp_zero_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
+/* Memory of the host that streams of the accelerator read and write, page-locked until destroy, which frees it. */
+zpp_status zpp_zero_page_locked(zpp_zero *zero, size_t bytes, void **out, struct zpp_err *err);
 /* Nanoseconds for which zpp_zero_need kept its callers, since the beginning. */
 uint64_t zpp_zero_gather_ns(const zpp_zero *zero);
 

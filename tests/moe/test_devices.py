@@ -14,6 +14,8 @@ import zeropp
 from expert_layer import CASES, EXPERTS, Layer
 from expert_parity import parity
 from ranks import on_ranks
+from zeropp.errors import ConfigError
+from zeropp.zero.model.accelerator import check_experts
 
 
 @on_ranks(2, devices=("sim", "sim-lazy", "sim-offload"))
@@ -101,6 +103,22 @@ def test_rows_may_come_back_on_the_cpu() -> None:
     y = zeropp.moe.combine(rows.cpu(), plan)
     assert y.is_cpu
     assert torch.equal(y, hidden.cpu())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "more", "ranks", "sentence"),
+    [
+        ({"optimizer": "nvme", "path": "/tmp"}, {"stage": 2}, 2, r"Offload\(optimizer='nvme'\)\) beside shards there is .*Offload\(optimizer='cpu'"),
+        ({"params": "nvme", "path": "/tmp"}, {}, 2, r"Offload\(params='nvme'\)\) beside .*Offload\(params='cpu', optimizer='cpu'\)\), or the"),
+        ({"params": "cpu"}, {"stage": 2}, 2, r"params='cpu'\)\) with stage 2, which keeps parameters whole there, is not .* leave params out"),
+        ({"params": "cpu", "optimizer": "cpu"}, {}, 1, r"params='cpu'\)\) with one rank, which keeps"),
+    ],
+)  # fmt: skip
+def test_what_tiers_of_experts_refuse_beside_a_gpu(kinds: Any, more: Any, ranks: int, sentence: str) -> None:
+    config = zeropp.Config(experts=zeropp.Experts(offload=zeropp.Offload(**kinds)), **more)
+    with pytest.raises(ConfigError, match=rf"computes on cuda:0, where Experts\(offload=.*{sentence}"):
+        check_experts(config, torch.device("cuda:0"), ranks)
+    check_experts(config, torch.device("cpu"), ranks)
 
 
 def test_rows_without_values_are_refused() -> None:

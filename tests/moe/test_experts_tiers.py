@@ -12,7 +12,7 @@ import torch.distributed as dist
 import zeropp
 from disk import scratch
 from moe_models import batch, loss_of
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from torch import Tensor
 
 SLOW = pytest.mark.slow
@@ -22,9 +22,8 @@ STEPS = 3
 def prepared(experts: Any, **config: Any) -> tuple[Any, Any]:
     model = moe_models.build("Mixtral", "grouped_mm")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return zeropp.prepare(
-        model, optimizer, zeropp.Config(stage=3, experts=experts, units=("MixtralExperts",), **config)
-    )  # type: ignore[no-any-return]
+    options = {"stage": 3, **config}
+    return zeropp.prepare(model, optimizer, zeropp.Config(experts=experts, units=("MixtralExperts",), **options))  # type: ignore[no-any-return]
 
 
 def trained(experts: Any, **config: Any) -> tuple[dict[str, Tensor], list[float], Any]:
@@ -122,6 +121,19 @@ def test_tiers_of_experts_alone(kind: str) -> None:
         assert held >= each * rest / dist.get_world_size()
 
 
+@on_ranks(2, devices=("sim-offload",))
+@pytest.mark.parametrize("kind", ["optimizer", "params and states", "all"])
+def test_experts_in_files_beside_a_gpu(kind: str) -> None:
+    """The rest of the model has its shards in memory of the host."""
+    wanted = trained(2, precision="bf16")
+    with scratch() as path:
+        got = trained(alone(kind, path), precision="bf16")
+    same(got, wanted)
+    size = {name: value.numel() for name, value in wanted[0].items() if ".experts." in name}
+    mine = sum(size.values()) / dist.get_world_size()
+    assert abs(got[2]["nvme"]["optimizer"]["held"] - 8 * mine) <= 2 * 4096
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("more", [{"step_in_backward": True}, {"accumulate": 2}, {"clip": 0.1}, {"delayed": True}])
 def test_steps_of_experts_in_files(more: dict[str, Any]) -> None:
@@ -134,6 +146,95 @@ def test_steps_of_experts_in_files(more: dict[str, Any]) -> None:
     with scratch() as path:
         kind = "all" if "clip" in more or "offload" in more else "params and states"  # as in test_steps_of_files
         same(trained(alone(kind, path), **more), wanted)
+
+
+# -- experts on the host of a GPU ----------------------------------------------------------------------------------------
+
+ON_HOST = {"optimizer": {"optimizer": "cpu"}, "both": {"params": "cpu", "optimizer": "cpu"}}
+
+
+def on_host(kind: str) -> zeropp.Experts:
+    return zeropp.Experts(parallel=2, offload=zeropp.Offload(**ON_HOST[kind]))
+
+
+@on_ranks(2, 4, devices=("cpu", "sim", "sim-lazy"))
+@pytest.mark.parametrize("kind", list(ON_HOST))
+def test_experts_on_the_host_of_a_gpu(kind: str) -> None:
+    """The same bits, and memory of the host has the experts and nothing else. Without a GPU nothing is different."""
+    wanted = trained(2, precision="bf16")
+    got = trained(on_host(kind), precision="bf16")
+    same(got, wanted)
+    size = {name: value.numel() for name, value in wanted[0].items()}
+    mine = sum(count for name, count in size.items() if ".experts." in name) / dist.get_world_size()
+    if shards_tier() == "cpu":
+        assert "pinned" not in got[2]
+        return
+    for name, each in {"params": 2, "master": 4, "optimizer": 8}.items():
+        pinned, before, after = (
+            one.get(name, {"held": 0}) for one in (got[2]["pinned"], wanted[2]["device"], got[2]["device"])
+        )
+        share = 0 if kind == "optimizer" and name == "params" else each * mine
+        assert abs(pinned["held"] - share) <= 2 * 4096, (name, pinned, share)
+        assert abs(pinned["held"] - pinned.get("planned", 0)) <= 2 * 4096, (name, pinned)
+        assert abs(before["held"] - after["held"] - pinned["held"]) <= 2 * 4096, (name, before, after)
+    assert got[2]["device"]["grads"]["held"] == wanted[2]["device"]["grads"]["held"]
+
+
+@on_ranks(2, devices=("sim",))
+@pytest.mark.parametrize(
+    "more",
+    [{"step_in_backward": True}, {"accumulate": 2}, {"clip": 0.1}, {"stage": 2}, {"int8 states": True}, {"int8": True}],
+)
+def test_steps_of_experts_on_the_host(more: dict[str, Any]) -> None:
+    """Inside the backward, over micro-steps, with a norm over all, at a stage whose parameters stay, and of quantised gathers."""
+    kind = "optimizer" if "stage" in more else "both"
+    if "int8" in more:
+        more = {"comm": zeropp.Comm(params="int8")}
+    elif "int8 states" in more:
+        more = {"precision": zeropp.Precision(param="bf16", state="int8")}
+    same(trained(on_host(kind), **more), trained(2, **more))
+
+
+@on_ranks(1, devices=("sim",))
+def test_states_on_the_host_of_one_gpu() -> None:
+    experts = zeropp.Experts(parallel=1, offload=zeropp.Offload(optimizer="cpu"))
+    got = trained(experts, precision="bf16")
+    same(got, trained(1, precision="bf16"))
+    assert got[2]["pinned"]["optimizer"]["held"] > 0
+
+
+@on_ranks(2, devices=("sim",))
+def test_estimate_counts_experts_on_the_host() -> None:
+    """What zeropp.memory plans is what zeropp.estimate says, by tier."""
+    model = moe_models.build("Mixtral", "grouped_mm")
+    config = zeropp.Config(experts=on_host("both"), units=("MixtralExperts",), precision="bf16")
+    said = zeropp.estimate(model, config, ranks=2, optimizer="AdamW")
+    planned = trained(on_host("both"), precision="bf16")[2]
+    for name in ("params", "master", "optimizer"):
+        assert abs(said["pinned"][name] - planned["pinned"][name]["held"]) <= 2 * 4096, name
+        assert abs(said["device"][name] - planned["device"][name]["held"]) <= 20 * 4096, name
+    assert abs(said["pinned"]["page_locked"] - planned["pinned"]["page_locked"]["held"]) <= 8 * 4096
+
+
+@on_ranks(2, devices=("cpu", "sim"))
+def test_a_checkpoint_of_experts_on_the_host() -> None:
+    """What they saved loads where all is on the GPU, and the other way round."""
+    with scratch() as path:
+        first, optimizer = prepared(on_host("both"))
+        loss_of(first, batch(0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zeropp.save(f"{path}/step", first, optimizer)
+        second, other = prepared(2)
+        zeropp.load(f"{path}/step", second, other)
+        zeropp.save(f"{path}/again", second, other)
+        zeropp.load(f"{path}/again", first, optimizer)
+        for model, steps in ((first, optimizer), (second, other)):
+            loss_of(model, batch(1, dist.get_rank())).backward()
+            steps.step()
+        wanted, got = zeropp.full_state_dict(second), zeropp.full_state_dict(first)
+        assert [name for name, value in wanted.items() if not torch.equal(got[name], value)] == []
+        del first, optimizer, second, other, model, steps
 
 
 @on_ranks(2)
@@ -164,8 +265,12 @@ def test_a_checkpoint_of_experts_in_files() -> None:
         ),
         ({"kinds": {"activations": "nvme"}}, r"Experts.offload: .* wanted params, grads and optimizer"),
         (
-            {"kinds": {"optimizer": "cpu"}},
-            r"Experts.offload: .* wanted params, grads or optimizer on 'nvme', and none on 'cpu'",
+            {"kinds": {"grads": "cpu"}},
+            r"Experts.offload: .* wanted params, grads or optimizer on 'nvme', or params and optimizer on 'cpu'",
+        ),
+        (
+            {"kinds": {"optimizer": "cpu", "params": "nvme"}},
+            r"Experts.offload: .* wanted params, grads or optimizer on 'nvme', or params and optimizer on 'cpu'",
         ),
         (
             {"kinds": {"optimizer": "nvme"}, "offload": zeropp.Offload(optimizer="nvme", path="/tmp")},

@@ -2,9 +2,12 @@
  *
  * Parameters whose shards live on the device (on_device.h): in memory of GPUs that the ranks of a host map, or in
  * memory of the device alone with one rank. A gather is one copy for each rank's shard, by copy engines; whole units
- * lie in memory that wraps (base/wrap.h). Where parameters travel quantised, a shard's quantised copy lies behind it,
- * and a gather is one kernel for each rank's copy (wire_device.c). Replicated units are whole in the shared memory, and
- * each rank copies the shards of the others after a step.
+ * lie in memory that wraps (base/wrap.h). Where parameters travel quantised, a shard's quantised copy lies on the
+ * device, too, and a gather is one kernel for each rank's copy (wire_device.c). Replicated units are whole in the
+ * shared memory, and each rank copies the shards of the others after a step.
+ *
+ * Shards of some units (unit->on_host) lie in page-locked memory of the host, which all ranks map. The device reads and
+ * writes them there, so streams, counters and kernels are the same.
  *
  * Where NCCL moves the bytes (by_nccl.c) all of this is memory of the device alone, and an all-gather is in the place
  * of the copies; quantised copies come to a place of their own first.
@@ -95,10 +98,16 @@ static zpp_status await_stepped(zpp_zero *zero, struct zpp_err *err) {
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
+/* A unit of one rank has nothing that travels. */
+static bool quantises(const zpp_zero *zero, const struct zpp_unit *unit) {
+    return zpp_wire_quantises_params(zero) && unit->group->ranks > 1;
+}
+
 static zpp_status lay_out_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     size_t *used_bytes = &zero->on_device->params_bytes;
-    unit->region_offset_bytes = zpp_unit_next_offset(used_bytes, zpp_unit_shard_bytes(unit));
-    if (!zpp_wire_quantises_params(zero)) return ZPP_OK;
+    unit->region_offset_bytes =
+        zpp_unit_next_offset(unit->on_host ? &zero->params_bytes : used_bytes, zpp_unit_shard_bytes(unit));
+    if (!quantises(zero, unit)) return ZPP_OK;
     const size_t qcopy_bytes =
         zpp_zero_by_nccl(zero) ? qcopy_stride(zero, unit) : zpp_wire_param_qcopy_bytes(zero, unit);
     unit->qcopy_offset_bytes = zpp_unit_next_offset(used_bytes, qcopy_bytes);
@@ -117,7 +126,7 @@ static unsigned char *params_of(const zpp_zero *zero, int rank) {
 }
 
 static unsigned char *part_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
-    return params_of(zero, rank) + unit->region_offset_bytes;
+    return (unit->on_host ? zpp_params_of_rank(zero, rank) : params_of(zero, rank)) + unit->region_offset_bytes;
 }
 
 static unsigned char *qcopy_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
@@ -155,7 +164,7 @@ static zpp_status begin_writes(zpp_zero *zero, struct zpp_err *err) {
 }
 
 static zpp_status make_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    if (!zpp_wire_quantises_params(zero)) return ZPP_OK;
+    if (!quantises(zero, unit)) return ZPP_OK;
     return zpp_wire_device_make_qcopy(zero, unit, qcopy_of(zero, unit, zero->rank), err);
 }
 
@@ -217,7 +226,7 @@ static zpp_status read_qcopies(zpp_zero *zero, const struct zpp_unit *unit, stru
 
 /* The memory is free on the gather stream: `acquire` ordered it after its last uses. */
 static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    unit->quantised = zpp_wire_quantises_params(zero) && !unit->wants_exact;
+    unit->quantised = quantises(zero, unit) && !unit->wants_exact;
     return unit->quantised ? read_qcopies(zero, unit, err) : copy_shards(zero, unit, false, err);
 }
 
@@ -242,7 +251,7 @@ static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
     zpp_status status =
         zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, unit->group->rank),
                         zpp_unit_shard_bytes(unit), err);
-    if (status == ZPP_OK && zpp_wire_quantises_params(zero)) status = zpp_wire_device_clear_shard(zero, unit, err);
+    if (status == ZPP_OK && quantises(zero, unit)) status = zpp_wire_device_clear_shard(zero, unit, err);
     return status == ZPP_OK ? wait_for_compute(zero, unit, err) : status;
 }
 

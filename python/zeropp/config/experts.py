@@ -46,7 +46,8 @@ class Experts:
     offload: Offload | None = None
     """Tiers of the experts alone: `Experts(offload=Offload(optimizer="nvme", path="/nvme"))` keeps their optimizer states in files, and
     those of the rest of the model where `Config.offload` says. It takes `params`, `grads` and `optimizer` on "nvme", each where
-    `Config.offload` has none on "nvme". None: experts are where everything else is."""
+    `Config.offload` has none on "nvme"; or, of a model on a GPU, `params` and `optimizer` on "cpu": page-locked memory of the host, which
+    the GPU reads and writes. Without a GPU "cpu" changes nothing. None: experts are where everything else is."""
 
     shared_by: Any = None
     """The ranks that hold the same tokens, as a mesh of one dimension or a group: `Experts(shared_by=mesh["tp"])` (DeepSpeed-TED); or the
@@ -93,8 +94,12 @@ class Experts:
                 offload,
                 "params, grads and optimizer; activations and delayed_update are Config.offload's",
             )
-        if any(kind == "cpu" for kind in kinds.values()) or "nvme" not in kinds.values():
-            raise wrong("Experts.offload", offload, "params, grads or optimizer on 'nvme', and none on 'cpu'")
+        if kinds["grads"] == "cpu" or ("cpu" in kinds.values()) == ("nvme" in kinds.values()):
+            raise wrong(
+                "Experts.offload", offload, "params, grads or optimizer on 'nvme', or params and optimizer on 'cpu'"
+            )
+        if any(getattr(offload, kind).fraction != 1 for kind in kinds if kinds[kind] != "nvme"):
+            raise wrong("Experts.offload", offload, "a fraction of what is on 'nvme' alone")
 
     def _wanted(self, name: str) -> int | str:
         """Return what `parallel` says for a layer."""
@@ -227,13 +232,19 @@ def offload_with_experts(offload: Offload, experts: Experts | None) -> Offload:
     own = None if experts is None else experts.offload
     if own is None:
         return offload
-    kinds = {kind: getattr(own, kind) for kind in OFFLOADED if getattr(own, kind).kind == "nvme"}
-    for kind in kinds:
-        if getattr(offload, kind).kind == "nvme":
+    for kind in OFFLOADED:
+        mine = getattr(own, kind).kind
+        if mine != "device" and getattr(offload, kind).kind == "nvme":
             raise ConfigError(
-                f"Experts.offload.{kind}: 'nvme', and Config.offload.{kind} has all of them there, those of experts too; leave one of the two out"
+                f"Experts.offload.{kind}: {mine!r}, and Config.offload.{kind} has all of them on 'nvme', those of experts too; leave one of the "
+                "two out"
             )
-    return dataclasses.replace(offload, **kinds)
+    return dataclasses.replace(offload, **{kind: getattr(own, kind) for kind in kinds_on(own, "nvme")})
+
+
+def kinds_on(offload: Offload | None, tier: str) -> tuple[str, ...]:
+    """Return the kinds of model states that experts alone have on a tier."""
+    return () if offload is None else tuple(kind for kind in OFFLOADED if getattr(offload, kind).kind == tier)
 
 
 _UNITS = {"": 1, "B": 1} | {f"{k}{i}B": n**e for i, n in (("i", 1024), ("", 1000)) for e, k in enumerate("KMGT", 1)}

@@ -46,7 +46,7 @@ def planned_division(model: nn.Module, config: Config, ranks: int, sharers: int 
     for layer, count in zip(layers, counts, strict=True):
         if count > 1 or chosen.slices > 1 or chosen.cache is not None:
             parts.update(parts_of_layer(layer, count, chosen.slices, None, of_data_rank))
-    return Division(layers, counts, chosen.slices, chosen.chunks, {}, parts, chosen.cache, chosen.offload is not None)
+    return Division(layers, counts, chosen.slices, chosen.chunks, {}, parts, chosen.cache, chosen.offload)
 
 
 def exchange_figures(model: nn.Module, division: Division, elem_bytes: int) -> dict[str, Any]:

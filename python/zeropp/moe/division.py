@@ -24,7 +24,8 @@ from torch import nn
 
 from zeropp.comm.collective import exchange
 from zeropp.comm.job import JobRanks, sub_communicator
-from zeropp.config import Config, with_tiers
+from zeropp.config import Config, Offload, with_tiers
+from zeropp.config.experts import kinds_on
 from zeropp.errors import ConfigError
 from zeropp.moe.beside import shared_beside
 from zeropp.moe.exchange import Exchange
@@ -53,8 +54,8 @@ class Division:
     """By parameter of the model, this rank's part; empty where one rank has all experts, and none on demand."""
     cache_bytes: int | None = None
     """Of experts on demand; None: there are none."""
-    offloads: bool = False
-    """True if experts alone have states in files."""
+    offload: Offload | None = None
+    """The tiers of experts alone; None: their states are where those of the rest are."""
     sharers: Sharers | None = None
     """The ranks that hold the same tokens; None: this rank's are its own."""
     divisor: float = 0.0
@@ -62,8 +63,9 @@ class Division:
 
     @property
     def apart(self) -> list[nn.Module]:
-        """Return the modules that are a unit each: those that stay where they are while a pass reads single experts."""
-        return [] if self.cache_bytes is None and not self.offloads else [layer.module for layer in self.layers]
+        """Return the modules that are a unit each: those with tiers of their own, and those that stay where they are while a pass reads
+        single experts."""
+        return [] if self.cache_bytes is None and self.offload is None else [layer.module for layer in self.layers]
 
     @property
     def counts(self) -> list[int]:
@@ -77,7 +79,12 @@ class Division:
 
     def is_held(self, params: list[nn.Parameter]) -> bool:
         """Return True if these parameters of a unit stay in memory, because the files are those of experts."""
-        return self.offloads and not self.has_experts(params)
+        return bool(kinds_on(self.offload, "nvme")) and not self.has_experts(params)
+
+    def on_host(self, params: list[nn.Parameter]) -> tuple[str, ...]:
+        """Return which kinds of states a unit of these parameters has in memory of the host, where others have theirs on a GPU."""
+        kinds = kinds_on(self.offload, "cpu")
+        return kinds if kinds and self.has_experts(params) else ()
 
     def install(self, engine: Any) -> None:
         """Let the modules compute with this rank's experts, on rows of all ranks."""
@@ -123,8 +130,8 @@ def divide(model: nn.Module, config: Config, ranks: JobRanks) -> Division:
         if one > 1 or chosen.slices > 1 or chosen.cache is not None:
             parts.update(parts_of_layer(layer, one, chosen.slices, exchanges[one].comm, alike if apart else 1))
     return Division(
-        layers, counts, chosen.slices, chosen.chunks, exchanges, parts, chosen.cache, chosen.offload is not None,
-        sharers, 0.0 if apart else len(places) / alike,
+        layers, counts, chosen.slices, chosen.chunks, exchanges, parts, chosen.cache, chosen.offload, sharers,
+        0.0 if apart else len(places) / alike,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from zeropp.comm.collective import broadcast
 from zeropp.comm.group import all_traffic
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.engine import Engine, engine_of
-from zeropp.zero.formulas import model_states, pools_grads, sizes_of, tier_buffers
+from zeropp.zero.formulas import STATES_OF, model_states, pools_grads, sizes_of, tier_buffers
 from zeropp.zero.model.init import is_sharded, whole_built
 from zeropp.zero.model.parameter import raise_strays, ref_of
 from zeropp.zero.model.part import Parts, parts_of, with_values, without_values
@@ -239,8 +239,7 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
         raise ConfigError("zeropp.memory: the optimizer belongs to another model")
     pooled = pools_grads(engine.schedule.in_backward, engine.grads.in_file, engine.stage, engine.ranks)
     paper = model_states(sizes_of(engine, padded=False), pooled, engine.strategy.planned_extra_bytes())
-    planned = _summed(part.planned_bytes(engine, paper) for part in engine.parts)
-    held = _held(engine)
+    planned, held = _planned(engine, paper), _held(engine)
     if ("cpu", "tier_buffers") in held:
         planned["cpu", "tier_buffers"] = _planned_buffers(engine)
     parameters = sum(e.numel for u in engine.units for e in u.params)
@@ -278,7 +277,22 @@ def _held(engine: Engine) -> Bytes:
         memory = engine.core.memory()
         held |= {("device", "params"): memory["resident"], ("device", "buckets"): memory["blocks"]}
         held["pinned", "page_locked"] = memory["pinned"]
+    elif any(unit.on_host for unit in engine.units):
+        memory = engine.core.memory()
+        held["cpu", "params"] -= memory["on_host"]
+        held |= {("pinned", "params"): memory["on_host"], ("pinned", "page_locked"): memory["pinned"]}
     return held
+
+
+def _planned(engine: Engine, paper: dict[str, int]) -> Bytes:
+    planned = _summed(part.planned_bytes(engine, paper) for part in engine.parts)
+    for on_host, kinds in STATES_OF.items():
+        pairs = zip(engine.units, sizes_of(engine, padded=False), strict=True)
+        theirs = model_states([size for unit, size in pairs if on_host in unit.on_host], False)
+        for kind in filter(theirs.get, kinds):
+            planned["cpu", kind] -= theirs[kind]
+            planned["pinned", kind] = theirs[kind]
+    return planned
 
 
 def _by_tier(planned: Bytes, held: Bytes) -> dict[str, dict[str, dict[str, float]]]:

@@ -83,6 +83,8 @@ def make_engine(
         for index, plan in enumerate(plans):
             unit = _bind(engine, index, plan, groups[plan.spread])
             unit.held = plan.held
+            if shards_on_device(config, device):
+                unit.on_host, unit.locker = plan.on_host, core
             unit.states_in, unit.params_in = memory, engine.params if unit.in_file else in_memory
             engine.units.append(unit)
             if plan.trainable:
@@ -182,6 +184,7 @@ def _add_units(
             plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
             not plan.trainable and not plan.stays_frozen, place,
             *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index, plan.held, shared,
+            _has_params_on_host(plan, config, device),
         )  # fmt: skip
         for number, parameter in enumerate(plan.params):
             if place == FILE and shown(parameter) in quantised:
@@ -213,11 +216,18 @@ def _place(plan: UnitPlan, config: Config, comm: Any, host_copy: bool, device: t
     if loads_units(config):
         return WHOLE if small else FILE
     alone = comm is None and (device.type == "cpu" or shards_on_device(config, device))
+    if _has_params_on_host(plan, config, device):
+        return SHARD
     if config.stage < 3 or alone:
         return WHOLE
     if host_copy:
         return HOST
     return WHOLE if small else SHARD
+
+
+def _has_params_on_host(plan: UnitPlan, config: Config, device: torch.device) -> bool:
+    """Return True if a unit's shards are in memory of the host, where those of others are on the device."""
+    return "params" in plan.on_host and shards_on_device(config, device)
 
 
 def _functions() -> dict[str, Any]:

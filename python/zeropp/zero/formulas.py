@@ -20,6 +20,8 @@ from zeropp.zero.model_state import SHARD, ModelState, Unit
 PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 64 << 20
 """With prefetch="auto", this much may be in memory ahead of need: gathered units, and of loaded ones at least this much."""
+STATES_OF = {"params": ("params",), "optimizer": ("master", "optimizer")}
+"""By kind of ``zeropp.Offload``: the kinds of bytes that follow it to memory of the host, of experts beside an accelerator."""
 _WINDOWS = 4
 """ZPP_UNIT_FILE_WINDOWS of csrc/zero/offload/unit_file.h."""
 _WINDOW_ELEMS = 512 << 10

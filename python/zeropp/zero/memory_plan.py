@@ -47,6 +47,7 @@ from zeropp.parallel.parts import MeshSizes, between_ranks, mesh_sizes, sharers_
 from zeropp.zero import device_plan
 from zeropp.zero.formulas import (
     READ_AHEAD_BYTES,
+    STATES_OF,
     UnitSizes,
     delayed_bytes,
     elem_bytes,
@@ -61,7 +62,7 @@ from zeropp.zero.formulas import (
     tier_buffers,
     tier_of,
 )  # fmt: skip
-from zeropp.zero.model.accelerator import check_accelerator, device_of
+from zeropp.zero.model.accelerator import check_accelerator, check_experts, device_of
 from zeropp.zero.model.units import UnitPlan, numbers, plan_units, refuse_lazy
 from zeropp.zero.model_state import CPU, shards_on_device
 from zeropp.zero.offload import weight_quant
@@ -351,7 +352,20 @@ def _by_tier(units: list[_Sizes], held: dict[str, int], run: _Run) -> device_pla
         there["grads"] = min(2, len(grads)) * round(max(grads, default=0))
     if run.config.stage <= 1 and run.ranks > 1:  # they are the buckets
         there["grads"] = sum(device_plan.sent_bucket_bytes(unit, run.config) for unit in units if unit.trainable)
-    return {"device": {**held, **there}, "cpu": {}}
+    return _with_host({**held, **there}, units, run)
+
+
+def _with_host(there: dict[str, int], units: list[_Sizes], run: _Run) -> device_plan.Tiers:
+    """Return what is held by tier, of all that is on the device but what units of experts have in memory of the host."""
+    pinned: dict[str, int] = {}
+    for on_host, kinds in STATES_OF.items():
+        theirs = model_states([unit for unit in units if on_host in unit.plan.on_host], False)
+        pinned.update((kind, theirs[kind]) for kind in kinds if theirs[kind])
+    if not pinned:
+        return {"device": there, "cpu": {}}
+    rest = {kind: size - pinned.get(kind, 0) for kind, size in there.items()}
+    pinned["page_locked"] = sum(pinned.values()) + pinned.get("params", 0) * (run.ranks - 1)
+    return {"device": rest, "pinned": pinned, "cpu": {}}
 
 
 def in_memory(answer: dict[str, Any]) -> int:
@@ -397,6 +411,7 @@ def _division(model: nn.Module, run: _Run, sizes: MeshSizes | None) -> Any:
     where there are some."""
     if run.config.experts is None:
         return None
+    check_experts(run.config, run.device, run.ranks)
     sharers = _sharers(run.config, sizes)
     return importlib.import_module("zeropp.moe.crossing").planned_division(model, run.config, run.ranks, *sharers)
 
@@ -408,7 +423,8 @@ def _plans(model: nn.Module, config: Config, sizes: MeshSizes | None, division: 
     parts = own if sizes is None else {**slices_of(model, sizes, own), **own}
     plans = plan_units(model, config.units, dtype, config.ignored, parts, apart)
     for plan in plans:
-        plan.held = division is not None and division.is_held(plan.params)
+        if division is not None:
+            plan.held, plan.on_host = division.is_held(plan.params), division.on_host(plan.params)
     if not plans:
         raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
     if config.stored_name is not None:
@@ -518,7 +534,8 @@ def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
     elems, shard_elems = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     small = plan.replicates(config.units)
     in_file = loads_units(config) and not small
-    moves = run.moves_units and not (small or in_file)
+    on_host = "params" in plan.on_host and shards_on_device(config, run.device)
+    moves = on_host or (run.moves_units and not (small or in_file))
     own_elems = elems if run.steps_whole else shard_elems
     stays, travels = config.gradient_dtypes(plan.dtype)
     params_wire_bytes = _wire_bytes(config.comm.params, plan.dtype, shard_elems, run)

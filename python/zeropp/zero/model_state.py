@@ -210,7 +210,7 @@ class StateStore(Part):
 
     def keep_master(self, unit: Unit, values: torch.Tensor) -> None:
         """Make the master of a unit, of these values of its shard."""
-        unit.master = values.to(torch.float32, copy=True)
+        unit.copy_to_master(values)
 
     def write_master(self, unit: Unit, first: int, values: torch.Tensor) -> None:
         """Write elements of the master from ``first`` on; do nothing where there is none."""
@@ -267,13 +267,15 @@ class StateStore(Part):
         return {("cpu", kind): paper[kind] for kind in ("master", "optimizer")}
 
     def held_bytes(self, engine: ModelState) -> Bytes:
-        # A float32 unit has a master only for a delayed update, which counts it.
-        masters = (unit.master for unit in engine.units if unit.dtype != torch.float32)
-        moments = (one for unit in engine.units for one in (*engine.moments(unit).values(), *unit.scales.values()))
-        return {
-            ("cpu", "master"): sum(one.nbytes for one in masters if one is not None),
-            ("cpu", "optimizer"): sum(one.nbytes for one in moments),
-        }
+        held: Bytes = {("cpu", "master"): 0, ("cpu", "optimizer"): 0}
+        for unit in engine.units:
+            tier = "pinned" if "optimizer" in unit.on_host else "cpu"
+            masters = [unit.master] if unit.dtype != torch.float32 else []
+            # A float32 unit has a master only for a delayed update, which counts it.
+            moments = (*engine.moments(unit).values(), *unit.scales.values())
+            for kind, tensors in (("master", masters), ("optimizer", moments)):
+                held[tier, kind] = held.get((tier, kind), 0) + sum(one.nbytes for one in tensors if one is not None)
+        return held
 
 
 class ActivationStore(Part):
@@ -325,6 +327,11 @@ class Unit:
     first_param: int = 0  # number of its first parameter in the model
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     held: bool = False  # it stays in memory, where other units have states in files
+    on_host: tuple[
+        str, ...
+    ] = ()  # params, optimizer: in page-locked memory of the host, which the GPU reads and writes
+    locker: Any = None  # the core in C, which makes such memory, and keeps it until it ends
+    locked: dict[str, torch.Tensor] = field(default_factory=dict)  # what it made, by name; it is used again
     tied: tuple[int, ...] = ()  # the ranks of a pipeline that hold its one parameter, where several do
     params_in: ParamStore = field(default_factory=ParamStore)  # in a file `shard` has a size, and no values
     states_in: StateStore = field(default_factory=StateStore)  # in a file `master` and `state` stay empty
@@ -366,7 +373,25 @@ class Unit:
     def make_master(self) -> None:
         """Make the fp32 copy that waited, if one did."""
         if self.master_waits:
-            self.master, self.master_waits = self.shard.to(torch.float32, copy=True), False
+            self.copy_to_master(self.shard)
+
+    def copy_to_master(self, values: torch.Tensor) -> None:
+        """Make the fp32 copy, of these values of the shard."""
+        if "optimizer" in self.on_host:
+            self.master = self.new_states("master", values.numel(), torch.float32).copy_(values)
+        else:
+            self.master = values.to(torch.float32, copy=True)
+        self.master_waits = False
+
+    def new_states(self, name: str, elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros for a state of the optimizer, where the unit has them."""
+        if "optimizer" not in self.on_host or not elems:
+            return torch.zeros(elems, dtype=dtype, device=self.device)
+        found = self.locked.get(name)
+        if found is None or (found.numel(), found.dtype) != (elems, dtype):
+            address = self.locker.page_locked(elems * dtype.itemsize)
+            found = self.locked[name] = tensor_over(self.locker, address, elems, dtype, self.device)
+        return found.zero_()
 
     def write_master(self, first: int, values: torch.Tensor) -> None:
         """Write elements of the fp32 master from ``first`` on; do nothing where there is none."""

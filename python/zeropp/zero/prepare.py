@@ -125,17 +125,18 @@ def prepare_over(
     mistake = _mistake_of(model, config, device)
     ranks = job.world() if ranks is None else ranks
     comm = ranks.data
+    count = 1 if comm is None else comm.ranks
     _check_ranks(ranks, config, optimizer, device, mistake)
     share_among(model.named_parameters(), data_sharers(ranks))
     mesh = dtensor.mesh_of(model.named_parameters(), ranks) or cut_over
     division = _divide(model, config, ranks)
     if division is not None:
-        check_experts(device, config.experts)
+        check_experts(config, device, count)
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
     plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
     check_trained(device, plans)
-    require_host_memory(plans, config, device, 1 if comm is None else comm.ranks)
+    require_host_memory(plans, config, device, count)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)), getattr(division, "parts", {}).values())

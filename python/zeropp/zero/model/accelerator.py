@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from zeropp.comm.job import JobRanks
-from zeropp.config import Config
+from zeropp.config import Config, Experts
+from zeropp.config.experts import kinds_on
 from zeropp.errors import ConfigError
 from zeropp.zero.formulas import tier_of
 from zeropp.zero.model.units import UnitPlan
@@ -106,10 +107,26 @@ def _check_hosts(config: Config, device: torch.device, ranks: JobRanks, there: b
         _check_nccl(config, device, ranks, "over several hosts" if hosts > 1 else "with Comm(gather='nccl')")
 
 
-def check_experts(device: torch.device, experts: Any) -> None:
-    """Raise zeropp.ConfigError for what a model on a GPU does not have yet of ``Config.experts``."""
-    if device.type != "cpu" and getattr(experts, "offload", None) is not None:
-        _refuse(device, "Experts(offload=) is", "leave it out, or train on the CPU with Config(device='cpu')")
+def check_experts(config: Config, device: torch.device, ranks: int) -> None:
+    """Raise zeropp.ConfigError for tiers of experts alone that a model on a GPU does not have yet. ``config``: as it was given; ``ranks``:
+    that partition the model."""
+    own = config.experts.offload if isinstance(config.experts, Experts) else None
+    if own is None or device.type == "cpu" or not shards_on_device(config, device):
+        return
+    on_disk, on_host = kinds_on(own, "nvme"), kinds_on(own, "cpu")
+    if on_disk:
+        rest = "optimizer='cpu'" if config.stage < 3 else "params='cpu', optimizer='cpu'"
+        _refuse(
+            device, f"Experts(offload=Offload({on_disk[0]}='nvme')) beside shards there is",
+            f"keep the rest on the host with Config(offload=Offload({rest})), or the experts there with "
+            "Experts(offload=Offload(optimizer='cpu'))",
+        )  # fmt: skip
+    if "params" in on_host and (config.stage < 3 or ranks == 1):
+        what = f"stage {config.stage}" if config.stage < 3 else "one rank"
+        _refuse(
+            device, f"Experts(offload=Offload(params='cpu')) with {what}, which keeps parameters whole there, is",
+            "use stage 3 on two ranks or more, or leave params out",
+        )  # fmt: skip
 
 
 def check_trained(device: torch.device, plans: Iterable[UnitPlan]) -> None:

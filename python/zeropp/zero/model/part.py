@@ -130,6 +130,9 @@ class Division(Protocol):
     def is_held(self, params: list[nn.Parameter]) -> bool:
         """Return True if a unit of these parameters stays in memory, where others have a part in files."""
 
+    def on_host(self, params: list[nn.Parameter]) -> tuple[str, ...]:
+        """Return which kinds of states a unit of these parameters has in memory of the host, where others have theirs on a GPU."""
+
     def install(self, engine: Any) -> None:
         """Let the modules compute with the parts, of units of this engine."""
 

@@ -119,7 +119,8 @@ def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread], division: D
                 "parameters differ between ranks cannot be shared with a module outside"
             )
         plan.spread = found.pop() if found else 0
-        plan.held = division is not None and division.is_held(plan.params)
+        if division is not None:
+            plan.held, plan.on_host = division.is_held(plan.params), division.on_host(plan.params)
 
 
 def make_groups(core: Any, ranks: JobRanks, spreads: Sequence[Spread]) -> list[Group]:

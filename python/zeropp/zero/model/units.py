@@ -44,6 +44,7 @@ class UnitPlan:
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     parted: int = 0  # `params` are parts of what the model shows (part.py), of so many: those of this rank's experts; 0: they are not
     held: bool = False  # it stays in memory, where other units have states in files
+    on_host: tuple[str, ...] = ()  # params, optimizer: it has these in memory of the host, others on the GPU
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -34,10 +34,10 @@ def make(unit: Unit, name: str) -> None:
     """Make a moment of zeros, unless the unit has it."""
     if name not in unit.state:
         dtype = unit.state_dtype if unit.state_name == "fp32" else DTYPES[unit.state_name]
-        unit.state[name] = torch.zeros(unit.shard.numel(), dtype=dtype, device=unit.device)
+        unit.state[name] = unit.new_states(name, unit.shard.numel(), dtype)
     if unit.state_name == "int8" and name not in unit.scales:
         count = sum(scales.stop - scales.start for _, _, _, scales in spans(unit))
-        unit.scales[name] = torch.zeros(count, device=unit.device)
+        unit.scales[name] = unit.new_states(f"scales of {name}", count, torch.float32)
 
 
 class MemoryStates(StateStore):
