@@ -90,7 +90,9 @@ TRAINED_DTYPE = "dtype of a trained parameter"
 UNFREEZING = "unfreezing a parameter"
 FROZEN_MODEL = "a model frozen and without an optimizer in prepare"
 JOB = "a model on some ranks of a job"
+IN_STAGE = "a model on some ranks of a pipeline's stage, or of a job without a pipeline"
 CUT = "parameters that are DTensors"
+TIED = "parameters that stages of a pipeline share"
 SPREAD = "modules whose parameters differ between ranks"
 ANOTHER = "another optimizer for a prepared model"
 
@@ -176,6 +178,9 @@ def _of_jobs() -> Iterator[Row]:
               "its step needs whole tensors, and a rank has a part of them", "use an element-wise optimizer such as AdamW")
     yield Row(CUT, YES, "Precision.stored", GIVEN,
               "rounded weights are read by zeropp's own modules", "leave it out")
+    for tier in ("params", "grads", "optimizer"):
+        yield Row(TIED, YES, f"Config.offload.{tier}.kind", these("nvme"),
+                  "the stages add gradients and take the first one's values in memory", "leave it on 'device', or untie them")
     yield Row(JOB, MORE_THAN_ONE, OPTIMIZER, kinds(*ONE_BIT),
               "its own sums are over the ranks that have the model, and the norm is of all", "use AdamW")
     yield Row(JOB, MORE_THAN_ONE, "Config.comm.secondary_shard", other_than(0),
@@ -274,8 +279,8 @@ def _of_experts() -> Iterator[Row]:
         yield Row(slices, MORE_THAN_ONE, option, values, "sliced experts live and are stepped in memory, between two passes", "use slices=1")
     yield Row("Config.comm.tokens", other_than("exact"), "Config.experts", these(None),
               "tokens travel between ranks with different experts only", "leave it at 'exact', or set Config.experts")
-    yield Row("Config.experts", GIVEN, JOB, MORE_THAN_ONE,
-              "tokens go to experts on all ranks of the job",
+    yield Row("Config.experts", GIVEN, IN_STAGE, MORE_THAN_ONE,
+              "tokens go to experts on all ranks of the job, or of a stage of its pipeline",
               "name the ranks that hold the same tokens, Experts(shared_by=mesh['tp']), or leave it at None", {"Experts.shared_by": these(None)})
 
 

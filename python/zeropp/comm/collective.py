@@ -143,8 +143,13 @@ def in_the_whole_job(comm: Any, work: Callable[[], T]) -> T:
     if comm is None:
         return work()
     done: list[T] = []
-    _all_of(comm).all_do(lambda: done.append(work()))
+    of_all_ranks(comm, lambda: done.append(work()))
     return done[0]
+
+
+def of_all_ranks(comm: Any, work: Callable[[], T]) -> list[T]:
+    """Return what ``work`` returns on each rank, in their order, as JSON has it. Where it fails on one rank, it fails on all."""
+    return _all_of(comm).all_do(work)
 
 
 @dataclass(frozen=True)

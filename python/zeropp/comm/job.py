@@ -21,10 +21,12 @@ class JobRanks:
         data: the ranks that partition each unit and average its gradients; None: this rank alone.
         job: all ranks that take a step together: they have one norm, one loss scale, and skip together. It contains the ranks of
             ``data``. None: those of ``data`` are all.
+        stages: of the pipeline that these ranks are, as many in each.
     """
 
     data: Any = None
     job: Any = None
+    stages: int = 1
 
     @property
     def all(self) -> Any:

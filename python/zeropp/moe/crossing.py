@@ -28,18 +28,23 @@ _CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k",
 _WIDTHS = ("hidden_size", "hidden_dim", "hidden")
 
 
-def planned_division(model: nn.Module, config: Config, ranks: int, sharers: int = 1, of_data_rank: int = 1) -> Division:
+def planned_division(
+    model: nn.Module, config: Config, ranks: int, sharers: int = 1, of_data_rank: int = 1, of_stage: bool = False
+) -> Division | None:
     """Return how the experts would be divided, with the part of the first rank, without a process group.
 
     Args:
         ranks: that partition the rest of the model.
         sharers: how many hold the same tokens.
         of_data_rank: how many of these are one rank for ZeRO; 1 where they are among ``ranks``.
+        of_stage: the model is a stage of a pipeline; None is returned where it has no experts.
 
     Raises:
         zeropp.ConfigError: the model has no plan for its experts, or they do not divide.
     """
-    layers = expert_layers(model)
+    layers = expert_layers(model, required=not of_stage)
+    if not layers:
+        return None
     chosen: Any = config.experts
     counts = chosen.ranks_of(ranks * of_data_rank, [(layer.name, layer.experts) for layer in layers], sharers)
     parts: dict[nn.Parameter, nn.Parameter] = {}
@@ -118,7 +123,7 @@ def hit(experts: int, ranks: int, choices: int) -> float:
 
 def _named(model: nn.Module, layer: ExpertLayer, names: tuple[str, ...]) -> int:
     """Return a number of a layer: out of the configuration of its module, the layer around it, that one's parts, or the model."""
-    around = model.get_submodule(layer.name.rpartition(".")[0])
+    around = layer.block
     configs = [getattr(one, "config", None) for one in (layer.module, around, model)]
     text = [one.get_text_config() if hasattr(one, "get_text_config") else one for one in configs if one is not None]
     for one in (*text, around, *around.children(), layer.module):

@@ -22,14 +22,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.comm.collective import exchange
+from zeropp.comm.collective import exchange, of_all_ranks
 from zeropp.comm.job import JobRanks, sub_communicator
 from zeropp.config import Config, Offload, with_tiers
 from zeropp.config.experts import kinds_on
 from zeropp.errors import ConfigError
 from zeropp.moe.beside import shared_beside
 from zeropp.moe.exchange import Exchange
-from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers
+from zeropp.moe.experts import ExpertLayer, ExpertsForward, expert_layers, no_experts
 from zeropp.moe.on_demand import Cache, DemandCall, DemandLayer
 from zeropp.moe.shared import Sharers
 from zeropp.zero.formulas import loads_units
@@ -107,8 +107,8 @@ class Division:
                 layer.module._compiled_call_impl = DemandCall(layer.module)
 
 
-def divide(model: nn.Module, config: Config, ranks: JobRanks) -> Division:
-    """Return how ``Config.experts`` divides a model's experts. Collective.
+def divide(model: nn.Module, config: Config, ranks: JobRanks) -> Division | None:
+    """Return how ``Config.experts`` divides a model's experts; None: this stage of a pipeline has none. Collective.
 
     Args:
         ranks: of the model. Those that hold the same tokens may have different data ranks.
@@ -116,7 +116,11 @@ def divide(model: nn.Module, config: Config, ranks: JobRanks) -> Division:
     Raises:
         zeropp.ConfigError: the model has no plan for its experts, or they do not divide.
     """
-    layers = expert_layers(model)
+    layers = _layers_of(model, ranks)
+    return _divide(layers, config, ranks) if layers else None
+
+
+def _divide(layers: list[ExpertLayer], config: Config, ranks: JobRanks) -> Division:
     chosen: Any = config.experts
     sharers = None if chosen.shared_by is None else Sharers(chosen.shared_by)
     alike = 1 if sharers is None else sharers.ranks
@@ -133,6 +137,21 @@ def divide(model: nn.Module, config: Config, ranks: JobRanks) -> Division:
         layers, counts, chosen.slices, chosen.chunks, exchanges, parts, chosen.cache, chosen.offload, sharers,
         0.0 if apart else len(places) / alike,
     )  # fmt: skip
+
+
+def _layers_of(model: nn.Module, ranks: JobRanks) -> list[ExpertLayer]:
+    """Return the layers of a model that hold experts. Of the stages of a pipeline some may have none."""
+    if ranks.stages == 1:
+        return expert_layers(model)
+    found: list[ExpertLayer] = []
+
+    def find() -> bool:
+        found.extend(expert_layers(model, required=False))
+        return bool(found)
+
+    if not any(of_all_ranks(ranks.job, find)):
+        raise no_experts(model)
+    return found
 
 
 def parts_of_layer(

@@ -49,21 +49,27 @@ class ExpertLayer:
     """What the module stands in."""
 
 
-def expert_layers(model: nn.Module) -> list[ExpertLayer]:
-    """Return the layers of a model that hold experts, in the order of its modules.
+def expert_layers(model: nn.Module, required: bool = True) -> list[ExpertLayer]:
+    """Return the layers of a model that hold experts, in the order of its modules. ``required`` False: there may be none.
 
     Raises:
         zeropp.ConfigError: the model has no plan for its experts, or one that does not fit it, or adapters on its experts.
     """
     layers = []
+    modules = dict(model.named_modules())  # of a stage of a pipeline: under the names of the whole model
     for prefix, plan in _plans(model):
-        for name, module in model.get_submodule(prefix).named_modules():
+        for name, module in modules[prefix].named_modules():
             if _style(plan, name) == DISPATCHES:
                 path = f"{prefix}.{name}" if prefix else name
-                layers.append(_layer(plan, name, path, module, model.get_submodule(path.rpartition(".")[0])))
-    if layers:
-        return layers
-    raise ConfigError(
+                layers.append(_layer(plan, name, path, module, modules[path.rpartition(".")[0]]))
+    if required and not layers:
+        raise no_experts(model)
+    return layers
+
+
+def no_experts(model: nn.Module) -> ConfigError:
+    """Return the error for a model without a layer that holds experts."""
+    return ConfigError(
         f"Config.experts: {type(model).__name__} has no module that its ep_plan names as '{DISPATCHES}', so that there are no experts to "
         "divide among ranks; leave Config.experts at None, which partitions experts as any parameter is"
     )

@@ -9,6 +9,7 @@ Ranks that differ in data dimensions alone partition one model; all ranks vote, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def ranks_of(mesh: DeviceMesh | None, data_dims: Sequence[str] | None, caller: s
     _require_whole_job(mesh, caller)
     ranks = over(ranks_along(mesh, data))
     _link_groups(mesh)
-    return ranks
+    return dataclasses.replace(ranks, stages=mesh["pp"].size()) if is_pipelined(mesh) else ranks
 
 
 def _link_groups(mesh: DeviceMesh) -> None:

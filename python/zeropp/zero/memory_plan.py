@@ -270,6 +270,8 @@ def _of_mesh(
     micro_batches, schedule, sequence = step
     run = _Run(config, sizes.data, sizes.data_hosts(sizes.ranks // hosts), optimizer, device_of(model, config))
     pipelined = sizes.size("pp") > 1
+    if pipelined and config.experts is not None:
+        importlib.import_module("zeropp.moe.experts").expert_layers(model)  # a stage may have none
     answers = []
     for stage in range(sizes.size("pp")):
         part = stage_of(model, stage, sizes, schedule)
@@ -413,7 +415,9 @@ def _division(model: nn.Module, run: _Run, sizes: MeshSizes | None) -> Any:
         return None
     check_experts(run.config, run.device, run.ranks)
     sharers = _sharers(run.config, sizes)
-    return importlib.import_module("zeropp.moe.crossing").planned_division(model, run.config, run.ranks, *sharers)
+    stages = 1 if sizes is None else sizes.size("pp")
+    planned = importlib.import_module("zeropp.moe.crossing").planned_division
+    return planned(model, run.config, run.ranks, *sharers, of_stage=stages > 1)
 
 
 def _plans(model: nn.Module, config: Config, sizes: MeshSizes | None, division: Any) -> list[UnitPlan]:
@@ -509,12 +513,13 @@ def _check(
 
 def _job_facts(config: Config, sizes: MeshSizes) -> dict[str, Any]:
     """Return what experts on several ranks depend on where only some ranks partition one model."""
-    if config.experts is None or sizes.data == sizes.ranks:
+    if config.experts is None or sizes.data * sizes.size("pp") == sizes.ranks:
         return {}
     facts: dict[str, Any] = {"Config.experts": config.experts, "Experts.shared_by": None}
     if isinstance(config.experts, Experts):
         facts["Experts.shared_by"] = config.experts.shared_by
-    return {**facts, compat.JOB: compat.Named(sizes.ranks, f"a model on some of {sizes.ranks} ranks")}
+    in_stage = sizes.ranks // sizes.size("pp")
+    return {**facts, compat.IN_STAGE: compat.Named(in_stage, f"a model on some of {in_stage} ranks")}
 
 
 def _facts(config: Config, optimizer: str) -> dict[str, Any]:

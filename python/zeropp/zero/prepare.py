@@ -172,7 +172,8 @@ def _divide(model: nn.Module, config: Config, ranks: job.JobRanks) -> Division |
     if config.experts is None:
         return None
     compat.check({**facts_of(config), **_job_facts(ranks, ())})  # before ranks meet that may not
-    found: Division = importlib.import_module("zeropp.moe.division").divide(model, config, ranks)
+    module = importlib.import_module("zeropp.moe.division")
+    found: Division | None = in_the_whole_job(ranks.job, lambda: module.divide(model, config, ranks))
     return found
 
 
@@ -371,6 +372,8 @@ def _job_facts(ranks: job.JobRanks, spreads: Sequence[Spread]) -> dict[str, Any]
     """Return whether only some ranks of the job partition the model, or some of its modules."""
     every = None if ranks.job is None else ranks.job.ranks
     facts = {} if every is None else {compat.JOB: Named(every, f"a model on some of {every} ranks")}
+    if every is not None and every != ranks.stages * (1 if ranks.data is None else ranks.data.ranks):
+        facts[compat.IN_STAGE] = Named(every, f"a model on some of {every // ranks.stages} ranks")
     apart = next((s for s in spreads if s.parts > 1), None)
     return (
         facts if apart is None else {**facts, compat.SPREAD: Named(apart.parts, f"{apart.name} in {apart.parts} parts")}
