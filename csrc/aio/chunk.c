@@ -240,6 +240,15 @@ static void fail_sum(const struct zpp_aio_chunk *chunk, struct zpp_aio_failure *
              path, bad->bytes, bad->offset_bytes, bad->read, bad->wrote);
 }
 
+/* Of the chunk's wanted bytes, those that come before what failed. */
+static size_t good_bytes(const struct zpp_aio_chunk *chunk) {
+    const struct zpp_file_piece *piece = &chunk->piece;
+    const size_t seen =
+        chunk->bad.bytes ? (size_t)(chunk->bad.offset_bytes - piece->offset_bytes) : chunk->have_bytes;
+    const size_t good = seen > piece->head_bytes ? seen - piece->head_bytes : 0;
+    return good < piece->wanted_bytes ? good : piece->wanted_bytes - 1;
+}
+
 static void fail_request(zpp_aio *aio, const struct zpp_aio_chunk *chunk) {
     struct zpp_aio_failure *failure = zpp_aio_new_failure(chunk->request);
     if (!failure) return;
@@ -253,6 +262,7 @@ static void fail_request(zpp_aio *aio, const struct zpp_aio_chunk *chunk) {
                       piece->offset_bytes + chunk->have_bytes, piece->op_bytes - chunk->have_bytes, chunk->os_errno,
                       piece->part->buffered_fd, &failure->fault, &failure->err);
     }
+    failure->fault.into_bytes = (uint64_t)(chunk->memory - chunk->request->memory) + good_bytes(chunk);
 }
 
 static void free_chunk(zpp_aio *aio, struct zpp_aio_chunk *chunk) {

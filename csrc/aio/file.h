@@ -31,6 +31,7 @@ enum { ZPP_AIO_PARTS = 16 };
 struct zpp_aio_fault {
     char path[512]; /* truncated, never overrun */
     uint64_t offset_bytes, wanted_bytes, free_bytes;
+    uint64_t into_bytes; /* of the request, that come before what failed */
     bool has_free;
     int os_errno;
 };

@@ -308,7 +308,23 @@ static PyObject *quantise_param(PyObject *self, PyObject *args) {
     return zpp_py_result(zpp_zero_quantise_param(core, index, (size_t)param, &err), &err);
 }
 
+/* name_param(unit, param, name, row_elems, first_row): what errors of files call it; see struct zpp_param_name. */
+static PyObject *name_param(PyObject *self, PyObject *args) {
+    zpp_zero *core = ((Zero *)self)->core;
+    int index;
+    Py_ssize_t param, row_elems, first_row;
+    const char *name;
+    struct zpp_err err = ZPP_ERR_INIT;
+    if (!PyArg_ParseTuple(args, "insnn", &index, &param, &name, &row_elems, &first_row)) return NULL;
+    if (index < 0 || index >= zpp_zero_units(core) || param < 0)
+        return PyErr_SetString(PyExc_ValueError, "zero: unit or parameter is out of range"), NULL;
+    return zpp_py_result(zpp_zero_name_param(core, index, (size_t)param, name, (size_t)row_elems, (size_t)first_row,
+                                             &err), &err);
+}
+
 PyMethodDef zpp_py_unit_file_methods[] = {
+    { "name_param", name_param, METH_VARARGS,
+      "name_param(unit, param, name, row_elems, first_row): what errors of files call it." },
     { "set_weight_quant", set_weight_quant, METH_VARARGS,
       "set_weight_quant(bits, block_elems, in_memory): before units are added." },
     { "quantise_param", quantise_param, METH_VARARGS,

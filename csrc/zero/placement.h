@@ -120,6 +120,8 @@ zpp_status zpp_file_lay_out(zpp_zero *zero, struct zpp_unit *unit, size_t first_
 zpp_status zpp_file_lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 void zpp_file_count_memory(const zpp_zero *zero, struct zpp_zero_memory *out);
 bool zpp_file_reads(const zpp_zero *zero);
+/* How the read of the unit ended. An error names the parameter, and the expert, at which the file failed. */
+zpp_status zpp_file_read_status(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err);
 /* The quantised copy of the unit, where the file keeps them. */
 zpp_status zpp_file_keep_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 zpp_status zpp_file_write_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);

@@ -109,6 +109,20 @@ zpp_status zpp_unit_noticed(const struct zpp_unit *unit, const char *doing, zpp_
                     said.text, zpp_unit_words(unit, words, sizeof words), doing);
 }
 
+bool zpp_unit_words_at(const struct zpp_unit *unit, size_t offset_bytes, char *text, size_t capacity) {
+    const size_t elem = offset_bytes / unit->elem_bytes;
+    size_t at = 0;
+    while (at + 1 < unit->params && unit->offset_elems[at + 1] <= elem) at++; /* the last that begins there or before */
+    if (!unit->names || !unit->names[at].text) return false;
+    const struct zpp_param_name *name = &unit->names[at];
+    if (name->row_elems)
+        snprintf(text, capacity, "'%s[%zu]'", name->text,
+                 name->first_row + (elem - unit->offset_elems[at]) / name->row_elems);
+    else
+        snprintf(text, capacity, "'%s'", name->text);
+    return true;
+}
+
 /* --- memory of the whole unit ------------------------------------------------------------------------------------- */
 
 static zpp_status acquire_memory(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {

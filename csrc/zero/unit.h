@@ -79,6 +79,13 @@ struct zpp_reader {
     unsigned long long node;
 };
 
+/* What messages call a parameter. One with experts has `row_elems` elements of each, and the first of them has the number
+ * first_row; else row_elems is 0. */
+struct zpp_param_name {
+    char *text; /* owned; NULL: not known */
+    size_t row_elems, first_row;
+};
+
 struct zpp_unit {
     /* what it is: written at zpp_zero_add_unit, read by any file */
     int index;
@@ -97,6 +104,7 @@ struct zpp_unit {
     size_t *param_elems;  /* [params] */
     size_t *offset_elems; /* [params] in the flat buffer */
     size_t elems, shard_elems;
+    struct zpp_param_name *names; /* [params]; NULL: not known */
 
     /* where it is: written at zpp_zero_seal (whole: also by a gather on devices whose backing moves) */
     unsigned char *whole; /* the flat buffer that the parameters are views of; readable while GATHERED */
@@ -156,6 +164,9 @@ size_t zpp_unit_pieces(const struct zpp_unit *unit, int rank, struct zpp_piece *
  * what lies in no other module. Returns `text`. */
 enum { ZPP_UNIT_WORDS = 160 };
 const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capacity);
+/* The parameter that has a byte of the unit, with the number of its expert: "'mlp.experts.down_proj[5]'". False: not
+ * known. */
+bool zpp_unit_words_at(const struct zpp_unit *unit, size_t offset_bytes, char *text, size_t capacity);
 /* Return `status`. To the error of a device, say at which unit it was noticed: the driver does not tell what was at
  * fault, only that something before the call was. `doing`: such as "the forward". */
 zpp_status zpp_unit_noticed(const struct zpp_unit *unit, const char *doing, zpp_status status, struct zpp_err *err);

@@ -160,6 +160,8 @@ static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     drop_gather(zero, unit);
     zpp_event_destroy(unit->allocated);
     zpp_event_destroy(unit->ready);
+    for (size_t i = 0; unit->names && i < unit->params; i++) free(unit->names[i].text);
+    free(unit->names);
     free(unit->param_elems);
     free(unit->offset_elems);
     free(unit->quantised_params);
@@ -335,6 +337,20 @@ zpp_status zpp_zero_quantise_param(zpp_zero *zero, int index, size_t param, stru
     if (!unit->quantised_params)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the matrices of unit %s", unit->name);
     unit->quantised_params[param] = 1;
+    return ZPP_OK;
+}
+
+zpp_status zpp_zero_name_param(zpp_zero *zero, int index, size_t param, const char *text, size_t row_elems,
+                               size_t first_row, struct zpp_err *err) {
+    struct zpp_unit *unit = zero->units[index];
+    char *copy = strdup(text);
+    if (!unit->names) unit->names = calloc(unit->params, sizeof *unit->names);
+    if (!copy || !unit->names || param >= unit->params) {
+        free(copy);
+        return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the name of parameter %zu of unit %s", param, unit->name);
+    }
+    free(unit->names[param].text);
+    unit->names[param] = (struct zpp_param_name){copy, row_elems, first_row};
     return ZPP_OK;
 }
 

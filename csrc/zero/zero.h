@@ -114,6 +114,9 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
  * unit that was added, parameter `param` is one of the matrices; before seal. */
 zpp_status zpp_zero_set_weight_quant(zpp_zero *zero, int bits, size_t block_elems, bool in_memory, struct zpp_err *err);
 zpp_status zpp_zero_quantise_param(zpp_zero *zero, int unit, size_t param, struct zpp_err *err);
+/* What errors of files call a parameter, see struct zpp_param_name; `text` is copied. */
+zpp_status zpp_zero_name_param(zpp_zero *zero, int unit, size_t param, const char *text, size_t row_elems,
+                               size_t first_row, struct zpp_err *err);
 /* Collective: makes the memory. Afterwards units that move are SHARDED, the others GATHERED (unit.h), and contents are
  * zero. Units in a file can be needed once zpp_unit_file_open was called. */
 zpp_status zpp_zero_seal(zpp_zero *zero, struct zpp_err *err);

@@ -223,6 +223,37 @@ def test_a_disk_error_names_the_expert() -> None:
         assert demand_of(model).held_bytes == 0
 
 
+@on_ranks(1, 2, devices=("cpu", "sim"))
+@pytest.mark.parametrize("disks", [1, 2])
+def test_a_disk_error_of_a_whole_layer_names_the_expert(disks: int, ranks: int) -> None:
+    """The file is cut in the middle of a layer; with several ranks or folders it is empty, so the first expert of each rank is missed."""
+    with folder() as path:
+        paths = tuple(f"{path}/{at}" for at in range(disks))
+        for one in paths:
+            Path(one).mkdir(exist_ok=True)
+        offload = zeropp.Offload(params=zeropp.Tier("nvme", path=paths))
+        model, _ = zeropp.prepare(
+            build(), None, zeropp.Config(experts=ranks, offload=offload, units=("Qwen3MoeExperts",))
+        )
+        file = engine_of(model).params.file
+        module = model.model.layers[1].mlp.experts
+        first, length = EXPERTS // ranks * torch.distributed.get_rank(), 0
+        if ranks == disks == 1:
+            first, before = 5, [unit for unit in engine_of(model).units if unit.in_file]
+            while before[-1].name != "model.layers.1.mlp.experts":
+                before.pop()
+            length = sum(-(-unit.elems * 4 // 4096) * 4096 for unit in before[:-1]) + 5 * 32768 + 8192
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            for part in file.parts:
+                with Path(part).open("r+b") as opened:
+                    opened.truncate(length)
+        torch.distributed.barrier()
+        sentence = rf"'model.layers.1.mlp.experts.gate_up_proj\[{first}\]': aio: "
+        with torch.no_grad(), pytest.raises(zeropp.TierError, match=sentence):
+            module(torch.ones(1, 64), torch.tensor([[5]]), torch.ones(1, 1))
+
+
 @on_ranks(1)
 def test_what_cannot_be() -> None:
     with folder() as path:

@@ -97,7 +97,7 @@ static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *
 
 static zpp_status complete(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     struct zpp_err second = ZPP_ERR_INIT;
-    const zpp_status status = zpp_unit_file_read_status(zero->unit_file, unit->file_index, &zero->fault, err);
+    const zpp_status status = zpp_file_read_status(zero, unit, err);
     const zpp_status closed = close_shard(zero, unit, status == ZPP_OK ? err : &second);
     return status == ZPP_OK ? closed : status;
 }
@@ -114,7 +114,7 @@ static zpp_status read_now(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err
     struct zpp_err ignored = ZPP_ERR_INIT;
     zpp_unit_file_read_begin(zero->unit_file, unit->file_index);
     read_wait(unit);
-    const zpp_status status = zpp_unit_file_read_status(zero->unit_file, unit->file_index, &zero->fault, err);
+    const zpp_status status = zpp_file_read_status(zero, unit, err);
     if (status != ZPP_OK) (void)zpp_unit_file_release(zero->unit_file, unit->file_index, &ignored);
     return status;
 }

@@ -140,7 +140,7 @@ static zpp_status wait_gather(zpp_zero *zero, struct zpp_unit *unit, const struc
 }
 
 static zpp_status complete(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
-    return zpp_unit_file_read_status(zero->unit_file, unit->file_index, &zero->fault, err);
+    return zpp_file_read_status(zero, unit, err);
 }
 
 /* --- the shard ---------------------------------------------------------------------------------------------------- */

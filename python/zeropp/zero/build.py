@@ -90,6 +90,8 @@ def make_engine(
             if plan.trainable:
                 engine.show_gradients(unit)
         _mark_experts(model)
+        for unit in engine.units:
+            _name_params(engine, unit)
         _make_late_stores(engine, moments)
 
     try:
@@ -318,6 +320,14 @@ def _mark_experts(model: nn.Module) -> None:
             ref = ref_of(parameter)
             if ref is not None:  # it is not ignored
                 ref.unit.params[ref.index].of_experts = True
+
+
+def _name_params(engine: Engine, unit: Unit) -> None:
+    """Tell the core what errors of a unit's file call its parameters, and the number of the first expert here of those that have some."""
+    for index, entry in enumerate(unit.params if unit.in_file else ()):
+        first = entry.first_expert(engine.rank)
+        row = 0 if first is None else entry.numel // entry.shape[0]
+        engine.core.name_param(unit.index, index, entry.names[0], row, first or 0)
 
 
 def _boxes(parameter: nn.Parameter) -> Boxes | None:

@@ -67,11 +67,19 @@ class Entry:
     def name_at(self, elem: int, rank: int) -> str:
         """Return the name in messages about element ``elem`` (-1: unknown) of what data rank ``rank`` has of the parameter: with the
         number of the expert, where it has experts, which is that of the whole model."""
+        held = self._experts_of(rank)
+        return self.names[0] if elem < 0 or held is None else f"{self.names[0]}[{held.index_in_whole(elem)[0]}]"
+
+    def first_expert(self, rank: int) -> int | None:
+        """Return the number in the whole model of the first expert that data rank ``rank`` has of the parameter; None: it has none."""
+        held = self._experts_of(rank)
+        return None if held is None else held.index_in_whole(0)[0]
+
+    def _experts_of(self, rank: int) -> Boxes | None:
         parts = parts_of(self.param)
-        if elem < 0 or not self.of_experts or (parts is None and self.boxes is not None):
-            return self.names[0]
-        held = self.held if parts is None else parts.of_rank(rank)
-        return f"{self.names[0]}[{held.index_in_whole(elem)[0]}]"
+        if not self.of_experts or (parts is None and self.boxes is not None):
+            return None
+        return self.held if parts is None else parts.of_rank(rank)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of the parameter's numbers, 1-D and real, as the parameter has them."""
