@@ -35,6 +35,37 @@ def check(layer: Layer, results: list[torch.Tensor]) -> None:
         torch.testing.assert_close(mine.double(), want, rtol=BOUND, atol=BOUND * scale)
 
 
+class _Kept(dict):  # type: ignore[type-arg]
+    """Transits that stay when they end: opcheck calls an operator several times with the same ticket."""
+
+    def pop(self, ticket: int) -> Any:  # type: ignore[override]
+        kept = self[ticket]
+        return kept._replace(own=kept.own.detach().clone())
+
+
+@on_ranks(4)
+def test_torch_sees_the_operators_between_hosts() -> None:
+    """Schemas, shapes without values, and gradients; every call is one of all ranks, so they make equally many."""
+    import torch.distributed as dist
+    from zeropp.moe import hosts
+
+    exchange = exchange_over("aabb")
+    number, network = exchange.layer("checked"), exchange.network
+    network.transits = _Kept()
+    check, ours = torch.library.opcheck, torch.ops.zeropp
+    layer = Layer("uneven", dist.get_rank(), 4)
+    hidden, chosen = layer.x[dist.get_rank()].float().requires_grad_(), layer.chosen[dist.get_rank()].int()
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    check(ours.moe_hosts_route.default, (chosen, WIDTH, 0, EXPERTS, number, network.number), test_utils=tests)
+    way = hosts.route(chosen, hidden, EXPERTS, network, number)
+    for phase in (hosts.Phase.DISPATCH, hosts.Phase.COMBINE):
+        rows = hidden if phase == hosts.Phase.DISPATCH else torch.ones(len(way.chosen), WIDTH, requires_grad=True)
+        check(ours.moe_hosts_begin.default, (rows, *way[1:], phase, False, network.number), test_utils=tests)
+        ticket = hosts.begin(rows, way, phase, network).detach().requires_grad_()
+        arguments = (ticket, *way[1:], WIDTH, torch.float32, phase, False, network.number)
+        check(ours.moe_hosts_end.default, arguments, test_utils=tests)
+
+
 CASES = ["uneven", "one_without_tokens", "none_for_the_last", "all_for_one", "dropped"]
 
 
