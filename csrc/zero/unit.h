@@ -79,8 +79,8 @@ struct zpp_reader {
     unsigned long long node;
 };
 
-/* What messages call a parameter. One with experts has `row_elems` elements of each, and the first of them has the number
- * first_row; else row_elems is 0. */
+/* What messages call a parameter. One with experts has `row_elems` elements of each, and the first of them has the
+ * number first_row; else row_elems is 0. */
 struct zpp_param_name {
     char *text; /* owned; NULL: not known */
     size_t row_elems, first_row;

@@ -156,7 +156,7 @@ class Cache:
             self.hits += 1
             self._held.move_to_end(key)
             return True
-        if not self._make_room(layer, needed, now):
+        if not self._drop_oldest(layer, needed, now):
             return False
         staging = None if self._stagings is None else self._stagings.take(layer.expert_bytes, now)
         if self._stagings is not None and staging is None:
@@ -171,7 +171,7 @@ class Cache:
                 layer.begin(expert, one, name)
         return True
 
-    def _make_room(self, layer: DemandLayer, needed: list[int], now: bool) -> bool:
+    def _drop_oldest(self, layer: DemandLayer, needed: list[int], now: bool) -> bool:
         """Drop the oldest experts until there is memory for one. False: only those that are ``needed`` are left; with ``now`` they go, too."""
         keep = {(layer.number, one) for one in needed}
         while self.held_bytes + layer.expert_bytes > self.most_bytes:
