@@ -14,8 +14,8 @@ static PyObject *zero_ahead_works(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(zpp_step_ahead_works(((Zero *)self)->core));
 }
 
-/* ahead_open(loss_scale, good_steps) -> addresses of the norm and of the loss scale, each an fp32 number of the device;
- * collective. What was open before is closed. */
+/* ahead_open(loss_scale, good_steps) -> addresses of the norm and of the loss scale, each an fp32 number of the device,
+ * and of the norm in float64; collective. What was open before is closed. */
 static PyObject *zero_ahead_open(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
     double loss_scale;
@@ -32,8 +32,9 @@ static PyObject *zero_ahead_open(PyObject *self, PyObject *args) {
     PyEval_RestoreThread(thread);
     if (status != ZPP_OK) return zpp_py_raise(&err);
     const uintptr_t record = (uintptr_t)zpp_step_ahead_record(zero->ahead);
-    return Py_BuildValue("(KK)", (unsigned long long)(record + offsetof(struct zpp_clip_record, norm_f32)),
-                         (unsigned long long)(record + offsetof(struct zpp_clip_record, loss_scale_f32)));
+    return Py_BuildValue("(KKK)", (unsigned long long)(record + offsetof(struct zpp_clip_record, norm_f32)),
+                         (unsigned long long)(record + offsetof(struct zpp_clip_record, loss_scale_f32)),
+                         (unsigned long long)(record + offsetof(struct zpp_clip_record, norm)));
 }
 
 /* 0, or -1 with an error set. The core's stream follows torch's. */
@@ -155,7 +156,7 @@ static PyObject *zero_ahead_newest(PyObject *self, PyObject *unused) {
 PyMethodDef zpp_py_step_ahead_methods[] = {
     {"ahead_works", zero_ahead_works, METH_NOARGS, "True if the host can enqueue steps ahead of the device."},
     {"ahead_open", zero_ahead_open, METH_VARARGS,
-     "ahead_open(loss_scale, good_steps) -> addresses of the norm and the loss scale; collective."},
+     "ahead_open(loss_scale, good_steps) -> addresses of the norm, the loss scale, the norm in float64; collective."},
     {"ahead_measure", zero_ahead_measure, METH_O, "ahead_measure(scale): enqueue the norm; collective."},
     {"ahead_limit", zero_ahead_limit, METH_VARARGS, "ahead_limit(scale, max_norm, factor): enqueue clipping."},
     {"ahead_step", zero_ahead_step, METH_VARARGS,

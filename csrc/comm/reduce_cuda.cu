@@ -3,6 +3,7 @@
  * The sum of several ranks' arrays on CUDA, in rank order and in fp32, each addition rounded once, so with the bits of
  * reduce_scalar.c. A thread adds ZPP_SUM_CUDA_WIDTH neighbouring elements at once: it loads them from each source in
  * words of 16 bytes where all arrays allow it, and all sources are in flight together. No thread needs another one.
+ * Float64 has a kernel of its own, without such words.
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
@@ -62,6 +63,22 @@ KERNEL zpp_sum_cuda_kernel(const __grid_constant__ struct zpp_sum_cuda_args args
     for (uint64_t begin = first; begin < args.elems; begin += stride) {
         const bool words = args.aligned && args.elems - begin >= ZPP_SUM_CUDA_WIDTH;
         nonfinite = (words ? sum_words(&args, begin) : sum_each(&args, begin)) || nonfinite;
+    }
+    if (nonfinite && args.nonfinite) *(volatile uint32_t *)args.nonfinite = 1;
+}
+
+KERNEL zpp_sum_f64_cuda_kernel(const __grid_constant__ struct zpp_sum_cuda_args args) {
+    if (args.halt && *(const volatile uint64_t *)args.halt) return;
+    const uint64_t stride = (uint64_t)args.blocks * ZPP_SUM_CUDA_THREADS;
+    double *dst = (double *)args.dst;
+    bool nonfinite = false;
+    for (uint64_t at = (uint64_t)blockIdx.x * ZPP_SUM_CUDA_THREADS + threadIdx.x; at < args.elems; at += stride) {
+        double total = ((const double *)args.src[0])[at];
+        for (uint32_t r = 1; r < args.sources; ++r) total = ZPP_ADD64(total, ((const double *)args.src[r])[at]);
+        total = ZPP_MUL64(total, args.scale_f64);
+        if (args.accumulate) total = ZPP_ADD64(dst[at], total);
+        nonfinite = nonfinite || !(ZPP_SUB64(total, total) == 0.0);
+        dst[at] = total;
     }
     if (nonfinite && args.nonfinite) *(volatile uint32_t *)args.nonfinite = 1;
 }

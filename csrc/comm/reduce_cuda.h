@@ -20,6 +20,7 @@ struct zpp_sum_cuda_args {
     const uint64_t *halt;
     uint32_t *nonfinite;
     uint64_t elems;
+    double scale_f64;
     float scale;
     uint32_t sources, blocks;
     uint8_t kind, dst_kind; /* element_cuda.h */

@@ -20,12 +20,18 @@ _Static_assert(sizeof(struct sum_arg) <= ZPP_OP_ARG_BYTES, "a sum is the argumen
 
 static bool is_summed(zpp_dtype dtype) { return dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16; }
 
-static zpp_status check(const struct zpp_sum_op *sum, struct zpp_err *err) {
+static bool takes(const struct zpp_sum_op *sum) {
     const bool narrows = sum->sources == 1 && sum->dtype == ZPP_F32 && !sum->accumulate && is_summed(sum->dst_dtype);
-    if (!is_summed(sum->dtype) || (sum->dst_dtype != ZPP_F32 && sum->dst_dtype != sum->dtype && !narrows)) {
+    if (sum->dtype == ZPP_F64) return sum->dst_dtype == ZPP_F64;
+    return is_summed(sum->dtype) && (sum->dst_dtype == ZPP_F32 || sum->dst_dtype == sum->dtype || narrows);
+}
+
+static zpp_status check(const struct zpp_sum_op *sum, struct zpp_err *err) {
+    if (!takes(sum)) {
         const char *from = zpp_dtype_name(sum->dtype), *to = zpp_dtype_name(sum->dst_dtype);
         return zpp_fail(err, ZPP_INVALID,
-                        "sum: %s elements to %s, wanted float32, bfloat16 or float16 to float32 or the same",
+                        "sum: %s elements to %s, wanted float32, bfloat16 or float16 to float32 or the same, or "
+                        "float64 to float64",
                         from ? from : "unknown", to ? to : "unknown");
     }
     if (sum->sources < 1 || sum->sources > ZPP_STREAM_SUM_SOURCES) {
@@ -46,7 +52,8 @@ void zpp_sum_cuda_fill(const struct zpp_sum_op *sum, struct zpp_sum_cuda_args *a
     const uint64_t pieces = zpp_launch_cuda_blocks(sum->elems, ZPP_SUM_CUDA_THREADS * ZPP_SUM_CUDA_WIDTH);
     uintptr_t addresses = (uintptr_t)sum->dst;
     *args = (struct zpp_sum_cuda_args){ .dst = sum->dst, .halt = sum->halt, .nonfinite = sum->nonfinite,
-                                        .elems = sum->elems, .scale = sum->scale, .sources = (uint32_t)sum->sources,
+                                        .elems = sum->elems, .scale = (float)sum->scale, .scale_f64 = sum->scale,
+                                        .sources = (uint32_t)sum->sources,
                                         .blocks = pieces < ZPP_SUM_CUDA_BLOCKS ? (uint32_t)pieces : ZPP_SUM_CUDA_BLOCKS,
                                         .kind = zpp_cuda_dtype_of(sum->dtype),
                                         .dst_kind = zpp_cuda_dtype_of(sum->dst_dtype), .accumulate = sum->accumulate };
@@ -60,7 +67,8 @@ void zpp_sum_cuda_fill(const struct zpp_sum_op *sum, struct zpp_sum_cuda_args *a
 static zpp_status sum_on_cuda(zpp_device *device, void *native, const struct zpp_sum_op *sum, struct zpp_err *err) {
     struct zpp_sum_cuda_args args;
     zpp_sum_cuda_fill(sum, &args);
-    const struct zpp_launch_cuda launch = { "zpp_sum_cuda_kernel", args.blocks, ZPP_SUM_CUDA_THREADS, 0 };
+    const char *kernel = sum->dtype == ZPP_F64 ? "zpp_sum_f64_cuda_kernel" : "zpp_sum_cuda_kernel";
+    const struct zpp_launch_cuda launch = { kernel, args.blocks, ZPP_SUM_CUDA_THREADS, 0 };
     return zpp_launch_cuda(device, native, &launch, &args, err);
 }
 

@@ -4,8 +4,8 @@
  *
  *   dst[i] = (((src[0][i] + src[1][i]) + src[2][i]) ...) * scale     in fp32, rounded once; accumulate: dst[i] += that
  *
- * The bits are the same on the CPU and on CUDA; a NaN may have other ones. On CUDA it is one kernel (reduce_cuda.cu),
- * which reads each source once, peers' memory too.
+ * Float64 is added in float64. The bits are the same on the CPU and on CUDA; a NaN may have other ones. On CUDA it is
+ * one kernel (reduce_cuda.cu), which reads each source once, peers' memory too.
  */
 #ifndef ZPP_COMM_STREAM_SUM_H
 #define ZPP_COMM_STREAM_SUM_H
@@ -23,9 +23,10 @@ struct zpp_sum_op {
     size_t elems;           /* dst may be one of the sources, where it has their dtype; otherwise no overlap */
     const uint64_t *halt;   /* NULL, or a word that is not 0 once the group has failed: then dst is not written */
     uint32_t *nonfinite;    /* NULL, or a word that becomes 1 if a result is infinite or NaN before it is rounded */
-    float scale;
+    double scale;           /* rounded to fp32, but for F64 */
     int sources;
-    /* F32, BF16 or F16. dst_dtype: F32 or `dtype`; of one source in F32 that is not added to dst, any. */
+    /* F32, BF16, F16 or F64. dst_dtype: F32 or `dtype`; of one source in F32 that is not added to dst, any of F32, BF16
+     * and F16; of F64, F64. */
     zpp_dtype dtype, dst_dtype;
     bool accumulate;
 };

@@ -8,7 +8,8 @@
 
 #include <stdint.h>
 
-enum { ZPP_CUDA_NONE, ZPP_CUDA_F32, ZPP_CUDA_BF16, ZPP_CUDA_F16 };
+enum { ZPP_CUDA_NONE, ZPP_CUDA_F32, ZPP_CUDA_BF16, ZPP_CUDA_F16, ZPP_CUDA_F64 };
+/* F64 is for kernels that say so; the functions below do not take it. */
 
 #if defined(__CUDACC__) || defined(ZPP_ON_CPU)
 static __device__ __forceinline__ float zpp_cuda_load(const void *from, int dtype, uint64_t i) {
@@ -88,6 +89,7 @@ static inline uint8_t zpp_cuda_dtype_of(zpp_dtype dtype) {
     switch (dtype) {
     case ZPP_BF16: return ZPP_CUDA_BF16;
     case ZPP_F16: return ZPP_CUDA_F16;
+    case ZPP_F64: return ZPP_CUDA_F64;
     default: return ZPP_CUDA_F32;
     }
 }

@@ -17,6 +17,13 @@ struct zpp_grad_scale {
     const uint32_t *skip; /* not 0 there: the step writes nothing. NULL: it is taken */
 };
 
+/* The same for gradients in float64. */
+struct zpp_grad_scale_f64 {
+    double value;
+    const double *at;
+    const uint32_t *skip;
+};
+
 #ifndef __CUDACC__
 #include <stdbool.h>
 

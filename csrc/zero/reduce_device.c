@@ -30,10 +30,11 @@ static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 static zpp_status check_unit(const struct zpp_unit *unit, struct zpp_err *err) {
-    if (unit->grad_dtype == ZPP_F32 || unit->grad_dtype == ZPP_BF16 || unit->grad_dtype == ZPP_F16) return ZPP_OK;
+    const zpp_dtype dtype = unit->grad_dtype;
+    if (dtype == ZPP_F32 || dtype == ZPP_BF16 || dtype == ZPP_F16 || dtype == ZPP_F64) return ZPP_OK;
     return zpp_fail(err, ZPP_NOT_BUILT,
-                    "zero: not supported yet: gradients of unit %s add in %s between GPUs; wanted float32, bfloat16 or "
-                    "float16",
+                    "zero: not supported yet: gradients of unit %s add in %s between GPUs; wanted float32, bfloat16, "
+                    "float16 or float64",
                     unit->name, zpp_dtype_name(unit->grad_dtype));
 }
 
@@ -141,7 +142,7 @@ static zpp_status add_gradient(zpp_zero *zero, void *to, const void *from, size_
                                    .src = &from,
                                    .sources = 1,
                                    .elems = elems,
-                                   .scale = 1.0f,
+                                   .scale = 1.0,
                                    .dtype = dtype,
                                    .dst_dtype = dtype,
                                    .accumulate = true,
@@ -245,7 +246,7 @@ zpp_status zpp_device_add(zpp_zero *zero, struct zpp_unit_grad *grad, const void
                              .src = sources,
                              .sources = count,
                              .elems = unit->shard_elems,
-                             .scale = (float)zpp_grad_factor(zero, unit, unit->group->divisor),
+                             .scale = zpp_grad_factor(zero, unit, unit->group->divisor),
                              .dtype = unit->grad_dtype,
                              .dst_dtype = unit->grad_dtype,
                              .accumulate = zpp_reduce_accumulates(zero, grad),
@@ -256,7 +257,7 @@ zpp_status zpp_device_add(zpp_zero *zero, struct zpp_unit_grad *grad, const void
         sum.dtype = unit->grad_dtype;
         sum.src = &carry;
         sum.sources = 1;
-        sum.scale = 1.0f;
+        sum.scale = 1.0;
         sum.accumulate = true;
         status = zpp_stream_sum(on->sums, &sum, err);
     }

@@ -177,6 +177,24 @@ zpp_status zpp_step_device_clip(zpp_step_device *step, const struct zpp_clip_rul
 
 /* --- the step ----------------------------------------------------------------------------------------------------- */
 
+struct step_f64_op {
+    zpp_device *device;
+    const struct zpp_step_plan *plan;
+    struct zpp_grad_scale_f64 scale;
+};
+
+static zpp_status run_f64(void *arg, void *native, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait;
+    const struct step_f64_op *op = arg;
+    return zpp_adam_step_f64_cuda(op->device, native, op->plan->f64, op->plan->f64_count, op->scale, err);
+}
+
+static zpp_status enqueue_f64(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale_f64 scale,
+                              struct zpp_err *err) {
+    const struct step_f64_op op = {zpp_stream_device(stream), plan, scale};
+    return plan->f64_count ? zpp_stream_launch(stream, run_f64, &op, sizeof op, err) : ZPP_OK;
+}
+
 struct step_op {
     zpp_device *device;
     const struct zpp_optim_segment *segments;
@@ -191,7 +209,7 @@ static zpp_status run_step(void *arg, void *native, const struct zpp_wait *wait,
 }
 
 static zpp_status check_plan(const struct zpp_step_plan *plan, struct zpp_err *err) {
-    const char *what = plan->f64_count ? "float64 parameters" : NULL;
+    const char *what = NULL;
     if (plan->file_pieces_count || plan->files.params || plan->files.grads) what = "states or parameters in files";
     if (plan->delayed) what = "Offload(delayed_update=)";
     if (!what) return ZPP_OK;
@@ -212,7 +230,7 @@ static size_t run_of(const struct zpp_step_plan *plan, size_t begin) {
     return end - begin;
 }
 
-zpp_status zpp_step_device_enqueue(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale scale,
+static zpp_status enqueue_segments(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale scale,
                                    struct zpp_err *err) {
     zpp_status status = check_plan(plan, err);
     for (size_t done = 0, count; done < plan->segments_count && status == ZPP_OK; done += count) {
@@ -223,17 +241,26 @@ zpp_status zpp_step_device_enqueue(zpp_stream *stream, const struct zpp_step_pla
     return status;
 }
 
+zpp_status zpp_step_device_enqueue(zpp_stream *stream, const struct zpp_step_plan *plan, const uint32_t *skip,
+                                   struct zpp_err *err) {
+    const struct zpp_grad_scale scale = {(float)plan->grad_scale, NULL, skip};
+    const struct zpp_grad_scale_f64 wide = {plan->grad_scale, NULL, skip};
+    const zpp_status status = enqueue_segments(stream, plan, scale, err);
+    return status == ZPP_OK ? enqueue_f64(stream, plan, wide, err) : status;
+}
+
 zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, size_t behind,
                                   struct zpp_err *err) {
-    return zpp_step_device_enqueue(step->options.stream, plan, zpp_clip_scale(step->record, behind), err);
+    zpp_stream *stream = step->options.stream;
+    const zpp_status status = enqueue_segments(stream, plan, zpp_clip_scale(step->record, behind), err);
+    return status == ZPP_OK ? enqueue_f64(stream, plan, zpp_clip_scale_f64(step->record, behind), err) : status;
 }
 
 zpp_status zpp_step_device_run(const struct zpp_stepper *stepper, const struct zpp_step_plan *plan,
                                struct zpp_err *err) {
-    struct zpp_grad_scale scale = zpp_grad_scale_of((float)plan->grad_scale);
     /* The lower half of the halt word: nothing is stepped behind a wait that an error released. */
-    scale.skip = (const uint32_t *)(const void *)stepper->zero->on_device->halt;
-    return zpp_step_device_enqueue(zpp_zero_compute(stepper->zero), plan, scale, err);
+    const uint32_t *skip = (const uint32_t *)(const void *)stepper->zero->on_device->halt;
+    return zpp_step_device_enqueue(zpp_zero_compute(stepper->zero), plan, skip, err);
 }
 
 /* --- the host's copy ---------------------------------------------------------------------------------------------- */

@@ -40,17 +40,18 @@ void zpp_step_device_destroy(zpp_step_device *step);                         /* 
 struct zpp_clip_record *zpp_step_device_record(const zpp_step_device *step); /* the device's memory */
 
 /* Enqueue the norm of the gradients of `stepper`, in rule->parts as zpp_clip does them. NOT_BUILT for sharded gradients
- * of several ranks without `share`, INVALID for float64. */
+ * of several ranks without `share`. */
 zpp_status zpp_step_device_measure(zpp_step_device *step, const struct zpp_stepper *stepper,
                                    const struct zpp_clip_rule *rule, struct zpp_err *err);
 /* Enqueue parts that need no sums: LIMIT, SETTLE. */
 zpp_status zpp_step_device_clip(zpp_step_device *step, const struct zpp_clip_rule *rule, struct zpp_err *err);
 /* Enqueue the step that is taken if `behind` steps since `settled` of the rule were skipped. NOT_BUILT, and nothing
- * done, for a plan of float64, of bf16 without an fp32 copy, and of files. */
+ * done, for a delayed plan and one of files. */
 zpp_status zpp_step_device_launch(zpp_step_device *step, const struct zpp_step_plan *plan, size_t behind,
                                   struct zpp_err *err);
-/* Enqueue a step with other words; as zpp_step_device_launch. */
-zpp_status zpp_step_device_enqueue(zpp_stream *stream, const struct zpp_step_plan *plan, struct zpp_grad_scale scale,
+/* Enqueue a step with the plan's own grad_scale; as zpp_step_device_launch. `skip`: a word of the device, which is not
+ * 0 where nothing is to be written, or NULL. */
+zpp_status zpp_step_device_enqueue(zpp_stream *stream, const struct zpp_step_plan *plan, const uint32_t *skip,
                                    struct zpp_err *err);
 /* Enqueue the step of a coordinator whose shards are on its device, with the plan's own grad_scale, on its compute
  * stream. As zpp_step_device_launch. */

@@ -212,10 +212,9 @@ static zpp_status check_unit(zpp_device_steps *self, int unit, struct zpp_err *e
 zpp_status zpp_device_steps_unit(zpp_device_steps *self, int unit, const struct zpp_optim_segment *groups,
                                  double grad_scale, struct zpp_err *err) {
     struct zpp_step_plan plan = {.grad_scale = grad_scale};
-    const struct zpp_grad_scale scale = {(float)grad_scale, NULL, &record_of(self->memory)->skip};
     zpp_status status = check_unit(self, unit, err);
     if (status == ZPP_OK) status = zpp_step_plan_add(self->stepper, unit, groups, &plan, err);
-    if (status == ZPP_OK) status = zpp_step_device_enqueue(self->stream, &plan, scale, err);
+    if (status == ZPP_OK) status = zpp_step_device_enqueue(self->stream, &plan, &record_of(self->memory)->skip, err);
     zpp_step_plan_drop(&plan);
     return status;
 }

@@ -157,7 +157,8 @@ static zpp_status run_quant_sum(void *arg, void *native, const struct zpp_wait *
         const float *scales = sum->src[i];
         sources[i] = (struct zpp_quant_source){scales + zpp_quant_blocks(spec, sum->elems), scales, NULL};
     }
-    const struct zpp_quant_add add = {sum->dst, sum->dst_dtype, sum->elems, sum->scale, sum->accumulate, sum->halt};
+    const struct zpp_quant_add add = {sum->dst,        sum->dst_dtype,  sum->elems,
+                                      (float)sum->scale, sum->accumulate, sum->halt};
     return zpp_quant_add_cuda(op->device, native, spec, sources, (size_t)sum->sources, &add, err);
 }
 

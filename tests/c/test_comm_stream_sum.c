@@ -15,6 +15,7 @@
 #include "../../csrc/comm/reduce_cuda.cu"
 #undef zpp_sum_cuda_kernel
 CUDA_THUNK(kernel, struct zpp_sum_cuda_args)
+CUDA_THUNK(zpp_sum_f64_cuda_kernel, struct zpp_sum_cuda_args)
 
 #include "floats.h"
 
@@ -32,7 +33,8 @@ static zpp_device *new_cpu(zpp_stream **stream) {
 static void run_kernel(const struct zpp_sum_op *sum) {
     struct zpp_sum_cuda_args args;
     zpp_sum_cuda_fill(sum, &args);
-    cuda_loop(kernel_thunk, &args, args.blocks, ZPP_SUM_CUDA_THREADS);
+    cuda_loop(sum->dtype == ZPP_F64 ? zpp_sum_f64_cuda_kernel_thunk : kernel_thunk, &args, args.blocks,
+              ZPP_SUM_CUDA_THREADS);
 }
 
 static void fill_arrays(const struct zpp_sum_op *sum, bool wild) {
@@ -83,6 +85,36 @@ static void bits_agree(void) {
     zpp_device_destroy(device);
 }
 
+/* Float64: a third is none of fp32's, and neither are the sums. */
+static void doubles(void) {
+    enum { ELEMS = 3001 };
+    static double sources[3][ELEMS], wanted[ELEMS], found[ELEMS];
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_stream *stream;
+    zpp_device *device = new_cpu(&stream);
+    const void *list[] = {sources[0], sources[1], sources[2]};
+    for (int bad = 0; bad < 2; ++bad) for (int accumulate = 0; accumulate < 2; ++accumulate) {
+        uint32_t nonfinite[2] = {0, 0};
+        for (size_t i = 0; i < ELEMS; ++i) {
+            for (int r = 0; r < 3; ++r) sources[r][i] = (double)(i % 97 + (size_t)r) / 7.0;
+            wanted[i] = found[i] = (double)i / 11.0;
+        }
+        if (bad) sources[1][2999] = -INFINITY;
+        struct zpp_sum_op sum = {.dst = wanted, .src = list, .elems = ELEMS, .nonfinite = &nonfinite[0],
+                                 .scale = 1.0 / 3.0, .sources = 3, .dtype = ZPP_F64, .dst_dtype = ZPP_F64,
+                                 .accumulate = accumulate};
+        CHECK_OK(zpp_stream_sum(stream, &sum, &err));
+        sum.dst = found, sum.nonfinite = &nonfinite[1];
+        run_kernel(&sum);
+        CHECK(memcmp(wanted, found, sizeof found) == 0);
+        CHECK(nonfinite[0] == (uint32_t)bad && nonfinite[1] == (uint32_t)bad);
+        const double first = accumulate ? 0.0 : (sources[0][0] + sources[1][0] + sources[2][0]) * (1.0 / 3.0);
+        CHECK(accumulate || found[0] == first);
+    }
+    zpp_stream_destroy(stream);
+    zpp_device_destroy(device);
+}
+
 /* The kernel's loop: a thread takes more than one piece. The sum goes over its own source. */
 static void large_arrays_in_place(void) {
     enum { ELEMS = ZPP_SUM_CUDA_BLOCKS * ZPP_SUM_CUDA_THREADS * ZPP_SUM_CUDA_WIDTH + 21 };
@@ -128,7 +160,9 @@ static void bad_sums_are_refused(void) {
     CHECK_FAILS(zpp_stream_sum(stream, &sum, &err), ZPP_INVALID, "sum: int32 elements to float32, wanted float32,");
     sum.dtype = ZPP_BF16, sum.dst_dtype = ZPP_F16;
     CHECK_FAILS(zpp_stream_sum(stream, &sum, &err), ZPP_INVALID, "sum: bfloat16 elements to float16");
-    sum.elems = 0, sum.dst_dtype = ZPP_F32;
+    sum.dtype = ZPP_F64, sum.dst_dtype = ZPP_F32;
+    CHECK_FAILS(zpp_stream_sum(stream, &sum, &err), ZPP_INVALID, "sum: float64 elements to float32");
+    sum.elems = 0, sum.dtype = ZPP_BF16;
     CHECK_OK(zpp_stream_sum(stream, &sum, &err)); /* nothing to add */
     zpp_stream_destroy(stream);
     zpp_device_destroy(device);
@@ -136,7 +170,8 @@ static void bad_sums_are_refused(void) {
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = {
-        TEST(bits_agree), TEST(large_arrays_in_place), TEST(a_failed_group_writes_nothing), TEST(bad_sums_are_refused),
+        TEST(bits_agree), TEST(doubles), TEST(large_arrays_in_place), TEST(a_failed_group_writes_nothing),
+        TEST(bad_sums_are_refused),
         {0},
     };
     return test_main(argc, argv, cases);

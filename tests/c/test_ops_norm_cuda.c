@@ -66,7 +66,22 @@ static void equals_the_cpu(void) {
     CHECK(want_bad[7] > 0);
 }
 
+static void doubles(void) {
+    static double wide[ELEMS];
+    for (size_t i = 0; i < ELEMS; ++i) wide[i] = (double)(i % 101) / 3.0 * (i % 7 ? 1e200 : 1e-3);
+    wide[4200] = INFINITY, wide[5000] = -NAN;
+    const struct zpp_norm_segment segments[] = {
+        {wide, ZPP_F64, 4100}, {wide + 1, ZPP_F64, ELEMS - 1}, {data, ZPP_F32, 33}, {wide, ZPP_F64, 7}};
+    zpp_norm_squares(segments, 4, want, want_bad, NULL);
+    squares(segments, 4, got, got_bad);
+    for (size_t s = 0; s < 4; ++s) {
+        CHECK(want[s] == got[s] || (isnan(want[s]) && isnan(got[s])));
+        CHECK_EQUAL(got_bad[s], want_bad[s]);
+    }
+    CHECK_EQUAL(got_bad[1], 2); /* squares that overflow are counted by neither */
+}
+
 int main(int argc, char **argv) {
-    static const struct test_case cases[] = { TEST(equals_the_cpu), {0} };
+    static const struct test_case cases[] = { TEST(equals_the_cpu), TEST(doubles), {0} };
     return test_main(argc, argv, cases);
 }

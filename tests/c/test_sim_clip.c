@@ -193,11 +193,6 @@ static void the_loss_scale_follows_the_rule(void) {
 
 static void refusals(void) {
     struct zpp_err err = ZPP_ERR_INIT;
-    const size_t one[] = {0, 1};
-    double place[64];
-    const struct zpp_norm_segment segment = {place, ZPP_F64, 1};
-    CHECK_EQUAL(zpp_norm_groups_cuda(gpu.device, gpu.native, &segment, one, 1, place, place, &err), ZPP_INVALID);
-    CHECK(strstr(err.text, "gradients in float64 on CUDA are not supported yet"));
     struct zpp_clip clip = {.ranks = 257, .units = 1, .rule = {.parts = ZPP_CLIP_MEASURE}};
     CHECK_EQUAL(zpp_clip_cuda(gpu.device, gpu.native, &clip, &err), ZPP_INVALID);
     CHECK(strstr(err.text, "sums of 257 ranks"));

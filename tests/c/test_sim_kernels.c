@@ -8,6 +8,7 @@
 
 #include "../../csrc/base/cuda_images.h"
 #include "../../csrc/base/device_cuda.h"
+#include "../../csrc/ops/optim/optim.h"
 #include "../../csrc/ops/quant/fp8.h"
 
 /* One image, which stands for all: the simulated GPU finds kernels by name. */
@@ -64,10 +65,68 @@ static void results_are_those_of_the_cpu(void) {
     }
 }
 
+/* Adam in float64. Empty segments, more of them than a launch takes, and more than a block. */
+enum { DOUBLES = 40000, SEGMENTS = 40 };
+struct adam {
+    double param[DOUBLES], grad[DOUBLES], exp_avg[DOUBLES], exp_avg_sq[DOUBLES], top[DOUBLES], factor;
+    uint32_t skip;
+};
+
+static void describe(struct adam *memory, int flags, struct zpp_adam_f64_segment *segments) {
+    size_t at = 0;
+    for (size_t s = 0; s < SEGMENTS; s++) {
+        const size_t elems = s == 7 ? 36000 : s % 5 * 13;
+        segments[s] = (struct zpp_adam_f64_segment){
+            {.elems = elems, .step = 1 + s, .lr = 1e-2, .beta1 = flags & 1 ? 0.4 : 0.9, .beta2 = 0.99, .eps = 1e-8,
+             .weight_decay = 0.05, .decoupled_decay = flags & 2, .maximize = s % 2},
+            memory->param + at,  memory->grad + at, memory->exp_avg + at, memory->exp_avg_sq + at,
+            flags & 4 ? memory->top + at : NULL};
+        at += elems;
+    }
+    CHECK(at <= DOUBLES);
+}
+
+static void adam_in_float64(void) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    struct adam *given = calloc(1, sizeof *given), *wanted = calloc(1, sizeof *wanted);
+    struct zpp_adam_f64_segment segments[SEGMENTS];
+    void *memory;
+    CHECK(given && wanted);
+    for (size_t i = 0; i < DOUBLES; i++) {
+        given->param[i] = (double)(i % 101) / 7.0, given->grad[i] = (double)(i % 13) / 3.0 - 2.0;
+        given->exp_avg[i] = (double)(i % 17) / 9.0, given->exp_avg_sq[i] = given->top[i] = (double)(i % 19) / 11.0;
+    }
+    CHECK_OK(zpp_device_alloc(gpu.device, sizeof *given, &memory, &err));
+    struct adam *there = memory;
+    for (int flags = 0; flags < 32; flags++) { /* bit 3: the factor is on the device; bit 4: so is a word that skips */
+        const double factor = 1.0 / 3.0;
+        SIM(sim_set_schedule)(flags % 4, 0);
+        given->factor = factor, given->skip = flags >> 4;
+        *wanted = *given;
+        describe(wanted, flags, segments);
+        if (!given->skip) zpp_adam_step_f64(segments, SEGMENTS, factor, NULL);
+        CHECK_OK(zpp_stream_copy(gpu.stream, memory, given, sizeof *given, &err));
+        describe(there, flags, segments);
+        const struct zpp_grad_scale_f64 scale = {flags & 8 ? 1.0 : factor, flags & 8 ? &there->factor : NULL,
+                                                 &there->skip};
+        CHECK_OK(zpp_adam_step_f64_cuda(gpu.device, gpu.native, segments, SEGMENTS, scale, &err));
+        struct adam *found = calloc(1, sizeof *found);
+        CHECK_OK(zpp_stream_copy(gpu.stream, found, memory, sizeof *found, &err));
+        CHECK_OK(zpp_event_record(gpu.event, gpu.stream, &err));
+        CHECK_OK(zpp_event_sync(gpu.event, &ten_seconds, &err));
+        CHECK(memcmp(wanted, found, sizeof *found) == 0);
+        CHECK(given->skip || memcmp(given->param, found->param, sizeof found->param) != 0);
+        free(found);
+    }
+    zpp_device_free(gpu.device, memory, sizeof *given);
+    free(given);
+    free(wanted);
+}
+
 int main(int argc, char **argv) {
     sim_gpu_load();
     open_gpu();
-    static const struct test_case cases[] = {TEST(results_are_those_of_the_cpu), {0}};
+    static const struct test_case cases[] = {TEST(results_are_those_of_the_cpu), TEST(adam_in_float64), {0}};
     const int result = test_main(argc, argv, cases);
     close_gpu();
     return result;

@@ -211,7 +211,6 @@ def test_mixed(stage: str) -> None:
 
 @on_ranks(1, 2)
 def test_clips_values() -> None:
-    on_cpu_only("a norm in float64 on a GPU is not supported yet")
     for stage in ("stage 2", "gathering"):
         torch.manual_seed(0)
         plain = nn.Linear(7, 3, dtype=torch.float64)
@@ -309,7 +308,6 @@ def test_counted() -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    on_cpu_only("what does not work on a GPU yet is refused first")
 
     def told(make: Any = OPTIMIZERS["AdamW"], **config: Any) -> str:
         model = nn.Linear(4, 4, dtype=torch.float64)
@@ -331,10 +329,63 @@ def test_refusals() -> None:
         assert f"{KEYS[name]} does not combine with parameter 'weight' in float64: " in said, sentences
 
 
-@on_ranks(1, devices=("sim", "sim-offload"))
-def test_refused_on_gpus() -> None:
-    """Before training begins."""
-    model = nn.Linear(4, 4, dtype=torch.float64)
-    adam = torch.optim.AdamW(model.parameters())
-    said = sentence(lambda: zeropp.prepare(model, adam, zeropp.Config(stage=2)), zeropp.ConfigError)
-    assert "where parameter 'weight' in float64 is not supported yet; convert the model with model.float()" in said
+class Real(nn.Module):
+    """A model in float64 without complex numbers, which the simulated GPU lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.lines = nn.ModuleList(nn.Linear(10, 10, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for line in self.lines:
+            x = torch.tanh(line(x))
+        return x * self.gain
+
+
+def on_the_device(step: int, rank: int) -> Tensor:
+    draw = torch.Generator("cpu").manual_seed(100 * step + rank)
+    return torch.randn(4, 10, generator=draw, dtype=torch.float64, device="cpu").to(torch.get_default_device())
+
+
+def trained_on_gpu(optimizer: str, clip: float | None, micro: int = 1, **config: Any) -> tuple[Any, Any, list[float]]:
+    """Return the model, the same under plain torch, and the differences of their norms."""
+    model, ours, plain, theirs = pair(optimizer, Real, accumulate=micro, units=(nn.Linear,), **config)
+    ranks, off = dist.get_world_size(), []
+    for step in range(4):
+        for one in range(micro):
+            model(on_the_device(micro * step + one, dist.get_rank())).square().mean().backward()
+            for rank in range(ranks):
+                (plain(on_the_device(micro * step + one, rank)).square().mean() / ranks / micro).backward()
+        if clip is not None:
+            norm = ours.clip_grad_norm_(clip)
+            off.append(float(norm) / float(nn.utils.clip_grad_norm_(plain.parameters(), clip)) - 1)
+        for one in (ours, theirs):
+            one.step()
+            one.zero_grad()
+    getattr(ours, "flush", lambda: None)()
+    return model, plain, off
+
+
+@on_ranks(1, 2, devices=("sim", "sim-lazy", "sim-offload"))
+@pytest.mark.parametrize(
+    "optimizer, stage, micro",
+    [("AdamW", 1, 1), ("AdamW", 3, 1), ("Adam, amsgrad", 2, 3), ("SGD", 3, 3), ("RMSprop", 3, 1)],
+)
+def test_trains_on_gpus(optimizer: str, stage: int, micro: int) -> None:
+    with one_thread():
+        model, plain, off = trained_on_gpu(optimizer, 0.01, micro, stage=stage)
+        same(cpu(zeropp.full_state_dict(model)), cpu(plain.state_dict()))
+        assert max(map(abs, off)) < CLOSE
+
+
+@on_ranks(1, 2, devices=("sim-lazy",))
+def test_stage_0_and_the_step_in_the_backward_on_gpus() -> None:
+    with one_thread():
+        for config in ({"stage": 0}, {"stage": 3, "step_in_backward": True}):
+            model, plain, _ = trained_on_gpu("AdamW", None, **config)
+            same(cpu(zeropp.full_state_dict(model)), cpu(plain.state_dict()))
+
+
+def cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in values.items()}

@@ -15,7 +15,8 @@ _Static_assert(sizeof(struct zpp_norm_groups_cuda_args) <= 4096, "kernel argumen
 
 struct zpp_clip_record zpp_clip_record_of(double loss_scale) {
     return (struct zpp_clip_record){
-        .loss_scale = loss_scale, .loss_scale_f32 = (float)loss_scale, .grad_scale = (float)(1.0 / loss_scale)};
+        .loss_scale = loss_scale, .loss_scale_f32 = (float)loss_scale, .grad_scale = (float)(1.0 / loss_scale),
+        .grad_scale_f64 = 1.0 / loss_scale};
 }
 
 static bool reads_sums(const struct zpp_clip *clip) {
@@ -50,16 +51,6 @@ size_t zpp_norm_groups_work_elems(const struct zpp_norm_segment *segments, size_
     return zpp_norm_cuda_work_elems(segments, segments_count) + 2 * segments_count;
 }
 
-static zpp_status check_dtypes(const struct zpp_norm_segment *segments, size_t segments_count, struct zpp_err *err) {
-    for (size_t k = 0; k < segments_count; ++k) {
-        if (segments[k].dtype != ZPP_F64) continue;
-        return zpp_fail(err, ZPP_INVALID,
-                        "norm: gradients in float64 on CUDA are not supported yet; wanted float32, bfloat16 or "
-                        "float16: train this model on the cpu, or convert it with model.float()");
-    }
-    return ZPP_OK;
-}
-
 struct job {
     const size_t *firsts;
     const double *of_segments;
@@ -81,9 +72,8 @@ zpp_status zpp_norm_groups_cuda(zpp_device *device, void *native, const struct z
     uint64_t *const nonfinite = (uint64_t *)(void *)(of_segments + count);
     double *const lanes = work + 2 * count;
     const struct job job = {firsts, of_segments, sums};
-    zpp_status status = check_dtypes(segments, count, err);
-    if (status == ZPP_OK)
-        status = zpp_norm_squares_cuda(device, native, segments, count, lanes, of_segments, nonfinite, err);
+    zpp_status status =
+        zpp_norm_squares_cuda(device, native, segments, count, lanes, of_segments, nonfinite, err);
     for (size_t done = 0; done < groups_count && status == ZPP_OK;) {
         struct zpp_norm_groups_cuda_args args;
         const size_t taken = fill_groups(&job, done, groups_count, &args);

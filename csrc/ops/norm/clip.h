@@ -32,6 +32,9 @@ struct zpp_clip_record zpp_clip_record_of(double loss_scale);
 static inline struct zpp_grad_scale zpp_clip_scale(const struct zpp_clip_record *record, size_t behind) {
     return (struct zpp_grad_scale){1.0f, &record->grad_scale, &record->skip_at[behind]};
 }
+static inline struct zpp_grad_scale_f64 zpp_clip_scale_f64(const struct zpp_clip_record *record, size_t behind) {
+    return (struct zpp_grad_scale_f64){1.0, &record->grad_scale_f64, &record->skip_at[behind]};
+}
 
 /* What is done of it; `record` is read and written. */
 struct zpp_clip {
@@ -52,7 +55,7 @@ zpp_status zpp_clip_cuda(zpp_device *device, void *native, const struct zpp_clip
 /* Sums of squares of groups of segments, such as the pieces of a unit's shard: group g has the segments from firsts[g]
  * up to firsts[g + 1], and its sum adds theirs in order; 0 without any. `firsts` has groups_count + 1 numbers. The CPU
  * adds in the same order (csrc/zero/norm.c). Enqueued on `native`; `work` has zpp_norm_groups_work_elems(...) doubles
- * of device memory, and begins with the sum of each segment afterwards. INVALID for F64, else as
+ * of device memory, and begins with the sum of each segment afterwards. Errors are those of
  * zpp_norm_squares_cuda. */
 size_t zpp_norm_groups_work_elems(const struct zpp_norm_segment *segments, size_t segments_count);
 zpp_status zpp_norm_groups_cuda(zpp_device *device, void *native, const struct zpp_norm_segment *segments,

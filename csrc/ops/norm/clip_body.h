@@ -23,6 +23,7 @@ struct zpp_clip_record {
     uint64_t good_steps;            /* in a row, since the loss scale changed */
     uint64_t skipped;               /* steps so far */
     uint32_t skip_at[ZPP_CLIP_AHEAD]; /* [k]: 0 if the step is taken, and k steps since `settled` were skipped */
+    double grad_scale_f64;            /* grad_scale before it is rounded, for gradients in float64 */
 };
 
 enum {
@@ -46,13 +47,15 @@ ZPP_FN void zpp_clip_measure(struct zpp_clip_record *record, const struct zpp_cl
     const double unscale = rule->scale / record->loss_scale;
     record->norm = sqrt(squares) * unscale;
     record->norm_f32 = (float)record->norm;
+    record->grad_scale_f64 = unscale;
     record->grad_scale = (float)unscale;
     record->skip = !(squares < INFINITY);
 }
 
 ZPP_FN void zpp_clip_limit(struct zpp_clip_record *record, const struct zpp_clip_rule *rule) {
     const double unscale = rule->scale / record->loss_scale, limit = rule->max_norm / (record->norm + 1e-6);
-    record->grad_scale = (float)((limit < 1.0 ? limit : 1.0) * rule->factor * unscale);
+    record->grad_scale_f64 = (limit < 1.0 ? limit : 1.0) * rule->factor * unscale;
+    record->grad_scale = (float)record->grad_scale_f64;
 }
 
 ZPP_FN void zpp_clip_settle(struct zpp_clip_record *record, const struct zpp_clip_rule *rule) {

@@ -29,7 +29,7 @@ enum { ZPP_NORM_BLOCK_ELEMS = 4096, ZPP_NORM_LANES = 32 };
 
 struct zpp_norm_segment {
     const void *data; /* read; element alignment is enough */
-    zpp_dtype dtype;  /* F32, BF16, F16; on the CPU also F64 */
+    zpp_dtype dtype;  /* F32, BF16, F16 or F64 */
     size_t elems;     /* 0 gives a sum of 0 */
 };
 

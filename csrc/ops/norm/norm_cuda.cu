@@ -23,6 +23,19 @@ static __device__ __forceinline__ unsigned int index_of_thread(void) {
     return blockIdx.x * ZPP_NORM_CUDA_THREADS + threadIdx.x;
 }
 
+/* Element i, which in float64 is exact for every type, and counted where it is not finite. */
+static __device__ __forceinline__ double element(const struct zpp_norm_cuda_segment *s, uint64_t i,
+                                                 unsigned long long *nonfinite) {
+    if (s->dtype == ZPP_CUDA_F64) {
+        const double wide = ((const double *)s->data)[i];
+        *nonfinite += !(wide - wide == 0.0);
+        return wide;
+    }
+    const float x = zpp_cuda_load(s->data, (int)s->dtype, i);
+    *nonfinite += (ZPP_BITS(x) & 0x7f800000u) == 0x7f800000u;
+    return (double)x;
+}
+
 KERNEL zpp_norm_cuda_zero(const __grid_constant__ struct zpp_norm_cuda_batch batch) {
     if (index_of_thread() < batch.count) batch.nonfinite[index_of_thread()] = 0;
 }
@@ -38,9 +51,8 @@ KERNEL zpp_norm_cuda_lanes(const __grid_constant__ struct zpp_norm_cuda_batch ba
     unsigned long long nonfinite = 0;
 #pragma unroll 4
     for (uint64_t i = begin + lane; i < end; i += ZPP_NORM_CUDA_LANES) {
-        const float x = zpp_cuda_load(s->data, (int)s->dtype, i);
-        nonfinite += (ZPP_BITS(x) & 0x7f800000u) == 0x7f800000u;
-        sum = __dadd_rn(sum, __dmul_rn((double)x, (double)x));
+        const double x = element(s, i, &nonfinite);
+        sum = __dadd_rn(sum, __dmul_rn(x, x));
     }
     batch.lanes[(uint64_t)block * ZPP_NORM_CUDA_LANES + lane] = sum;
     if (nonfinite) atomicAdd(&batch.nonfinite[k], nonfinite);

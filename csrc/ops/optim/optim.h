@@ -109,5 +109,8 @@ struct zpp_adam_f64_segment {
 };
 void zpp_adam_step_f64(const struct zpp_adam_f64_segment *segments, size_t segments_count, double grad_scale,
                        zpp_pool *pool);
+/* The same on CUDA, as zpp_optim_step_cuda. */
+zpp_status zpp_adam_step_f64_cuda(zpp_device *device, void *native, const struct zpp_adam_f64_segment *segments,
+                                  size_t segments_count, struct zpp_grad_scale_f64 scale, struct zpp_err *err);
 
 #endif

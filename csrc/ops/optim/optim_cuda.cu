@@ -9,7 +9,7 @@
  * moments/low_walk_cuda.h. It is C as well, and tests/c runs it on a CPU (tests/c/cuda_on_cpu.h).
  *
  * Adam has kernels of its own for parameters without an fp32 copy (`no_master`): they are bf16 at param_out, and are
- * rounded as the CPU rounds them (csrc/zero/step_plan.c).
+ * rounded as the CPU rounds them (csrc/zero/step_plan.c). So has Adam in float64.
  */
 #ifndef ZPP_ON_CPU
 #include <cuda_fp16.h>
@@ -20,6 +20,7 @@
 #include "../grad_scale_cuda.h"
 #include "../moments/low_walk_cuda.h"
 #include "../segment_cuda.h"
+#include "adam_f64.h"
 #include "optim_cuda.h"
 
 typedef float (*update_fn)(const void *consts, float g, float p, float *x, const uint32_t options);
@@ -82,6 +83,22 @@ KERNEL zpp_sgd_cuda(const __grid_constant__ struct zpp_sgd_cuda_batch batch) { W
 KERNEL zpp_frozen_cuda(const __grid_constant__ struct zpp_frozen_cuda_batch batch) { WALK(FROZEN, frozen, 0); }
 KERNEL zpp_zero_one_cuda(const __grid_constant__ struct zpp_zero_one_cuda_batch batch) { WALK(ZERO_ONE, zero_one, 0); }
 KERNEL zpp_adam_no_master_cuda(const __grid_constant__ struct zpp_adam_cuda_batch batch) { WALK(ADAM, adam, 1); }
+
+/* In float64 (adam_f64.h). Most GPUs have few units for it, so nothing is done to keep more elements in flight. */
+KERNEL zpp_adam_f64_cuda(const __grid_constant__ struct zpp_adam_f64_cuda_batch batch) {
+    if (batch.scale.skip && *batch.scale.skip) return;
+    /* The constants have the factor of the host, which is 1 (or -1) where the device has one: the product is the
+     * same. */
+    const double factor = batch.scale.at ? *batch.scale.at : 1.0;
+    const struct zpp_adam_f64_cuda_segment *s = &batch.at[ZPP_SEGMENT_OF(batch.at, batch.count, blockIdx.x)];
+    const uint64_t begin = (uint64_t)(blockIdx.x - s->first_block) * ZPP_ADAM_F64_CUDA_CHUNK_ELEMS;
+    const uint64_t most = begin + ZPP_ADAM_F64_CUDA_CHUNK_ELEMS, end = s->elems < most ? s->elems : most;
+    for (uint64_t i = begin + threadIdx.x; i < end; i += ZPP_ADAM_F64_CUDA_THREADS) {
+        double *top = s->max_exp_avg_sq ? &s->max_exp_avg_sq[i] : (double *)0;
+        zpp_adam_f64_update(&s->consts, ZPP_MUL64(s->grad[i], factor), &s->param[i], &s->exp_avg[i],
+                            &s->exp_avg_sq[i], top);
+    }
+}
 
 #define LOW_WALK(name, no_master)                                                                                     \
     __shared__ struct zpp_low_tops tops;                                                                              \

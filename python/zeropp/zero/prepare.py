@@ -35,7 +35,6 @@ from zeropp.zero.model.accelerator import (
     check_accelerator,
     check_experts,
     check_parameter_device,
-    check_trained,
     device_of,
 )
 from zeropp.zero.model.forward import AutocastCall, cast_inputs, install_triggers
@@ -135,7 +134,6 @@ def prepare_over(
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
     plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
-    check_trained(device, plans)
     require_host_memory(plans, config, device, count)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)

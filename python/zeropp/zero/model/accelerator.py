@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from zeropp.config import Config, Experts
 from zeropp.config.experts import kinds_on
 from zeropp.errors import ConfigError
 from zeropp.zero.formulas import tier_of
-from zeropp.zero.model.units import UnitPlan
 from zeropp.zero.model_state import CPU, shards_on_device
 
 _MOST_RANKS = 64  # ZPP_STREAM_SUM_SOURCES of csrc/comm/stream_sum.h
@@ -125,16 +124,6 @@ def check_experts(config: Config, device: torch.device, ranks: int) -> None:
         _refuse(
             device, f"Experts(offload=Offload(params='cpu')) with {what}, which keeps parameters whole there, is",
             "use stage 3 on two ranks or more, or leave params out",
-        )  # fmt: skip
-
-
-def check_trained(device: torch.device, plans: Iterable[UnitPlan]) -> None:
-    """Raise zeropp.ConfigError for parameters that a GPU does not train yet."""
-    plan = next((one for one in plans if one.trainable and one.dtype == torch.float64), None)
-    if device.type != "cpu" and plan is not None:
-        _refuse(
-            device, f"parameter '{plan.names[0][0]}' in float64 is",
-            "convert the model with model.float(), or train on the CPU with Config(device='cpu')",
         )  # fmt: skip
 
 

@@ -39,8 +39,10 @@ class Ahead(StepSchedule):
         """Enqueue the norm, and take the outcomes that all ranks have seen."""
         scaler = engine.scaler
         if self._norm is None:
-            norm, scale = self._core.ahead_open(scaler.scale, scaler.good_steps)
+            norm, scale, wide_norm = self._core.ahead_open(scaler.scale, scaler.good_steps)
             self._norm = tensor_over(self._core, norm, 1, torch.float32, engine.device)[0]
+            if any(unit.dtype == torch.float64 for unit in engine.trained):
+                self._norm = tensor_over(self._core, wide_norm, 1, torch.float64, engine.device)[0]
             self._scale = tensor_over(self._core, scale, 1, torch.float32, engine.device)[0]
         self._core.ahead_measure(engine.held_scale)
         self._take(engine)
