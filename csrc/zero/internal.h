@@ -59,8 +59,9 @@ struct zpp_buffers_board {
 struct zpp_wire {
     struct zpp_quant_spec params, grads; /* bits 0: exact */
     zpp_region *qcopies;                  /* PER_RANK: of my shards of sharded units */
-    size_t qcopies_bytes, scratch_bytes;
+    size_t qcopies_bytes, scratch_bytes, arrival_bytes;
     unsigned char *scratch; /* the quantised copy of one shard of a bucket */
+    void *arrival;          /* on the device: a quantised copy that came from the host (placement/offloaded.c) */
 };
 
 /* --- gradients in a file (offload/grad_file.c) -------------------------------------------------------------------- */
@@ -280,15 +281,23 @@ zpp_status zpp_wire_check_unit(const struct zpp_unit *unit, struct zpp_err *err)
  * shard was written. */
 zpp_status zpp_wire_add_qcopy(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit);
-/* Return its bytes. */
+/* Return its bytes, and where a rank has it. */
 size_t zpp_wire_param_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *unit);
+unsigned char *zpp_wire_qcopy_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank);
 /* memory[elems] = the values of every rank's quantised copy of the unit. */
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory);
 
 /* True if gradients are to travel as quantised copies. */
 bool zpp_wire_quantises_grads(const zpp_zero *zero);
-/* Between parameters lies what the memory held before, which must not widen the scale of a block. */
+/* Between parameters lies what the memory held before, which must not widen the scale of a block. Return what of
+ * elements [begin, end) of the unit lies before parameter `index`; index `params`: behind the last one. */
+struct zpp_gap {
+    size_t from, to; /* elements of the unit; equal: none */
+};
+struct zpp_gap zpp_wire_gap(const struct zpp_unit *unit, size_t index, size_t begin, size_t end);
+/* Zeros there, in a whole bucket or in this rank's shard of the parameters. */
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket);
+void zpp_wire_clear_shard(const struct zpp_unit *unit);
 /* Every shard of the unit's bucket becomes its quantised copy, at the front of the shard's place. */
 void zpp_wire_quantise_bucket(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *bucket);
 /* True if the unit's gradients travel in fewer bits than they add in, and not as quantised copies. */

@@ -124,7 +124,10 @@ zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err) {
     if (wire->scratch_bytes && !(wire->scratch = malloc(wire->scratch_bytes)))
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu bytes of a gradient on its way", wire->scratch_bytes);
     if (!wire->qcopies_bytes) return ZPP_OK;
-    return zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, wire->qcopies_bytes, &wire->qcopies, err);
+    status = zpp_region_create(zero->options.comm, ZPP_REGION_PER_RANK, wire->qcopies_bytes, &wire->qcopies, err);
+    for (int rank = 0; rank < zero->ranks && status == ZPP_OK; rank++) /* a GPU copies those of all ranks up */
+        status = zpp_pin(zero, zpp_region_base(wire->qcopies, rank), wire->qcopies_bytes, err);
+    return status;
 }
 
 void zpp_wire_fini(zpp_zero *zero) {
@@ -134,6 +137,22 @@ void zpp_wire_fini(zpp_zero *zero) {
 
 /* --- parameters --------------------------------------------------------------------------------------------------- */
 
+struct zpp_gap zpp_wire_gap(const struct zpp_unit *unit, size_t index, size_t begin, size_t end) {
+    size_t from = index ? unit->offset_elems[index - 1] + unit->param_elems[index - 1] : 0;
+    size_t to = index < unit->params ? unit->offset_elems[index] : unit->elems;
+    if (from < begin) from = begin;
+    if (to > end) to = end;
+    return (struct zpp_gap) { from, from < to ? to : from };
+}
+
+void zpp_wire_clear_shard(const struct zpp_unit *unit) {
+    const size_t begin = (size_t)unit->group->rank * unit->shard_elems, bytes = unit->elem_bytes;
+    for (size_t i = 0; i <= unit->params; i++) {
+        const struct zpp_gap gap = zpp_wire_gap(unit, i, begin, begin + unit->shard_elems);
+        if (gap.from < gap.to) memset(unit->shard + (gap.from - begin) * bytes, 0, (gap.to - gap.from) * bytes);
+    }
+}
+
 bool zpp_wire_quantises_params(const zpp_zero *zero) {
     return zero->wire.params.bits != 0;
 }
@@ -142,18 +161,19 @@ size_t zpp_wire_param_qcopy_bytes(const zpp_zero *zero, const struct zpp_unit *u
     return qcopy_bytes(&zero->wire.params, unit->shard_elems);
 }
 
-static unsigned char *qcopy_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
+unsigned char *zpp_wire_qcopy_of(const zpp_zero *zero, const struct zpp_unit *unit, int rank) {
     return (unsigned char *)zpp_region_base(zero->wire.qcopies, rank) + unit->qcopy_offset_bytes;
 }
 
 void zpp_wire_make_qcopy(zpp_zero *zero, const struct zpp_unit *unit) {
-    quantise(&zero->wire.params, unit->shard, unit->dtype, unit->shard_elems, qcopy_of(zero, unit, zero->rank));
+    quantise(&zero->wire.params, unit->shard, unit->dtype, unit->shard_elems,
+             zpp_wire_qcopy_of(zero, unit, zero->rank));
 }
 
 void zpp_wire_gather(zpp_zero *zero, const struct zpp_unit *unit, unsigned char *memory) {
     const struct zpp_quant_spec *spec = &zero->wire.params;
     for (int at = 0; at < unit->group->ranks; at++) {
-        const unsigned char *qcopy = qcopy_of(zero, unit, unit->group->members[at]);
+        const unsigned char *qcopy = zpp_wire_qcopy_of(zero, unit, unit->group->members[at]);
         const struct zpp_quant_source source = source_at(spec, qcopy, unit->shard_elems, 0);
         zpp_dequantise(spec, &source, memory + (size_t)at * zpp_unit_shard_bytes(unit), unit->dtype,
                        unit->shard_elems, false, NULL);
@@ -171,9 +191,8 @@ bool zpp_wire_quantises_grads(const zpp_zero *zero) {
 void zpp_wire_clear_gaps(const struct zpp_unit *unit, unsigned char *bucket) {
     const size_t bytes = zpp_dtype_bytes(unit->grad_dtype);
     for (size_t i = 0; i <= unit->params; i++) {
-        const size_t from = i ? unit->offset_elems[i - 1] + unit->param_elems[i - 1] : 0;
-        const size_t to = i < unit->params ? unit->offset_elems[i] : unit->elems;
-        memset(bucket + from * bytes, 0, (to - from) * bytes);
+        const struct zpp_gap gap = zpp_wire_gap(unit, i, 0, unit->elems);
+        memset(bucket + gap.from * bytes, 0, (gap.to - gap.from) * bytes);
     }
 }
 

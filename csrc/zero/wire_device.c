@@ -3,7 +3,9 @@
  * What wire.c does, between GPUs; the bits are the same. A quantised copy is an fp32 scale a block, then the codes.
  *
  *   parameters   Behind its shard each rank has the shard's quantised copy (placement/on_device.c). The compute stream
- *                makes it after the shard was written, and the gather streams of all ranks read it in place.
+ *                makes it after the shard was written, and the gather streams of all ranks read it in place. Shards
+ *                on the host have the copies of wire.c there, which a copy engine brings to the gather stream
+ *                (placement/offloaded.c).
  *   gradients    A bucket (reduce_device.c) has an *area* behind its gradients, shard by shard as they travel. The
  *                compute stream fills it when the bucket goes out, and peers read it in place of the gradients.
  *                  narrow      the elements in wire_dtype
@@ -55,13 +57,10 @@ static zpp_status clear_gaps(zpp_zero *zero, const struct zpp_unit *unit, unsign
                              size_t begin, size_t end, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (size_t i = 0; i <= unit->params && status == ZPP_OK; i++) {
-        size_t from = i ? unit->offset_elems[i - 1] + unit->param_elems[i - 1] : 0;
-        size_t to = i < unit->params ? unit->offset_elems[i] : unit->elems;
-        if (from < begin) from = begin;
-        if (to > end) to = end;
-        if (to > from)
-            status = zpp_stream_fill(zero->compute, memory + (from - begin) * elem_bytes, 0, (to - from) * elem_bytes,
-                                     err);
+        const struct zpp_gap gap = zpp_wire_gap(unit, i, begin, end);
+        if (gap.to > gap.from)
+            status = zpp_stream_fill(zero->compute, memory + (gap.from - begin) * elem_bytes, 0,
+                                     (gap.to - gap.from) * elem_bytes, err);
     }
     return status;
 }
@@ -131,7 +130,7 @@ zpp_status zpp_wire_device_pack(zpp_zero *zero, const struct zpp_unit *unit, uns
                                       .src = &source,
                                       .sources = 1,
                                       .elems = unit->elems,
-                                      .scale = 1.0f,
+                                      .scale = 1.0,
                                       .dtype = unit->grad_dtype,
                                       .dst_dtype = unit->wire_dtype,
                                       .halt = zero->on_device->halt};

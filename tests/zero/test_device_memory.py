@@ -83,6 +83,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "host, stage 2": {"stage": 2, "offload": zeropp.Offload(optimizer="cpu")},
     "host, stage 3": {"stage": 3, "offload": ON_HOST},
     "host, stage 3, bf16, no prefetch": {"stage": 3, "offload": ON_HOST, "precision": "bf16", "prefetch": 0},
+    "host, stage 3, int8 parameters": {"stage": 3, "offload": ON_HOST, "comm": zeropp.Comm(params="int8", block_elems=64)},
     "host, accumulates": {"stage": 3, "offload": ON_HOST, "accumulate": 2},
 }  # fmt: skip
 

@@ -82,12 +82,10 @@ def same_bits(params: str, grads: str, precision: str | None = None) -> None:
                 flat[entry.offset_elems : entry.offset_elems + entry.numel] = gradients[entry.names[0]].flatten()
             everyone = [torch.empty_like(flat) for _ in range(engine.ranks)]
             dist.all_gather(everyone, flat)
-            sources = [
-                zeropp.ops.quantise(one.chunk(engine.ranks)[engine.rank].clone(), bits=bits[grads], block_elems=BLOCK)
-                for one in everyone
-            ]
             found = engine.gradient_shard(unit)
             assert found is not None
+            shards = [one.chunk(engine.ranks)[engine.rank].to(found[0].device, copy=True) for one in everyone]
+            sources = [zeropp.ops.quantise(one, bits=bits[grads], block_elems=BLOCK) for one in shards]
             mean = torch.empty_like(found[0])
             zeropp.ops.quant_sum_(sources, mean, factor=1 / engine.ranks)
             assert torch.equal(found[0], mean), (step, unit.name, (found[0] - mean).abs().max())
@@ -95,7 +93,7 @@ def same_bits(params: str, grads: str, precision: str | None = None) -> None:
         optimizer.zero_grad()
 
 
-@on_ranks(devices=("cpu", "sim", "sim-lazy"))
+@on_ranks(devices=("cpu", "sim", "sim-lazy", "sim-offload"))
 @pytest.mark.parametrize(
     "params, grads, precision, ranks",
     [("int8", "int8", None, 2), ("int4", "int4", None, 2), ("int8", "int4", "bf16", 2), ("int8", "int4", "bf16", 3)],
@@ -139,7 +137,7 @@ def test_bytes() -> None:
         assert exact["gathered"] - seen["gathered"] == exact["shards"] - seen["shards"]
 
 
-@on_ranks(2, devices=("cpu", "sim", "sim-lazy"))
+@on_ranks(2, devices=("cpu", "sim", "sim-lazy", "sim-offload"))
 def test_reading() -> None:
     comm = Comm(params="int4", grads="int8", block_elems=BLOCK)
     model, optimizer, engine = _prepared(comm=comm)

@@ -123,6 +123,16 @@ def test_gradients_in_fewer_bits(bits: str) -> None:
     )
 
 
+@on_ranks(2, devices=("sim-lazy",))
+@pytest.mark.parametrize("bits, options", [("int8", {}), ("int4", {"precision": "bf16", "step_in_backward": True})])
+def test_parameters_in_fewer_bits(bits: str, options: dict[str, Any]) -> None:
+    """The CPU rounds the shards on the host as a kernel rounds those on a GPU."""
+    comm = zeropp.Comm(params=bits)
+    found = trained(on_host(3), comm=comm, **options)
+    assert_same(found, trained({}, comm=comm, **options))
+    assert found[0] != trained(on_host(3), **options)[0]
+
+
 @on_ranks(1, 2, devices=("sim-lazy", "sim"))
 @pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=SELDOM)])
 def test_parameters_in_a_file(fraction: float) -> None:

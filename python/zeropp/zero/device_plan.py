@@ -17,7 +17,7 @@ import torch
 from zeropp import _C
 from zeropp.config import Config
 from zeropp.errors import ConfigError, counted
-from zeropp.zero.formulas import PAGE_BYTES, READ_AHEAD_BYTES, loads_units, rounded
+from zeropp.zero.formulas import PAGE_BYTES, READ_AHEAD_BYTES, loads_units, rounded, wire_bytes
 from zeropp.zero.model.units import UnitPlan, numbers
 from zeropp.zero.model_state import shards_on_device
 
@@ -90,6 +90,13 @@ def gathered_bytes(units: Sequence[PlannedUnit], config: Config, device: torch.d
     return memory + sum(unit.whole_bytes for unit in tied)
 
 
+def _arrival_bytes(units: Sequence[PlannedUnit], config: Config, ranks: int) -> int:
+    """Return the memory on the device to which quantised copies of shards on the host come, one after the other."""
+    if ranks == 1 or config.comm.params == "exact":
+        return 0
+    return max((unit.params_wire_bytes for unit in units if unit.moves), default=0)
+
+
 def sent_bucket_bytes(unit: PlannedUnit, config: Config) -> int:
     """Return the bytes of a bucket on the device, with the area in which its gradients travel in fewer bits."""
     stays, travels = config.gradient_dtypes(unit.plan.dtype)
@@ -145,8 +152,10 @@ def block_bytes(units: Sequence[PlannedUnit], config: Config) -> int:
 
 
 def page_locked(plans: Sequence[UnitPlan], config: Config, ranks: int) -> dict[str, int]:
-    """Return the bytes of the host that each rank brings to what is page-locked: its shards, its buckets, and what units are read to."""
-    buckets = largest = 0
+    """Return the bytes of the host that each rank brings to what is page-locked: its shards, with their quantised copies, its buckets, and
+    what units are read to."""
+    buckets = largest = copies = 0
+    quantises = ranks > 1 and config.comm.params != "exact"
     shards: list[int] = []
     for plan in plans:
         elems, shard_elems = _C.unit_layout(
@@ -155,13 +164,15 @@ def page_locked(plans: Sequence[UnitPlan], config: Config, ranks: int) -> dict[s
         in_file = loads_units(config) and not plan.replicates(config.units)
         if not in_file:
             shards.append(shard_elems * plan.dtype.itemsize)
+        if quantises and not plan.replicates(config.units):
+            copies += rounded(wire_bytes(config.comm.params, plan.dtype, shard_elems, config), _BUCKET_ALIGN_BYTES)
         largest = max(largest, elems * plan.dtype.itemsize if in_file else 0)
         if plan.trainable:
             size = elems * config.gradient_dtypes(plan.dtype)[0].itemsize + len(plan.params)
             buckets += rounded(size, _BUCKET_ALIGN_BYTES)
     if config.stage >= 2:
         buckets = min(rounded(buckets, PAGE_BYTES), rounded(config.bucket_bytes or buckets, PAGE_BYTES))
-    return {"params": laid_out(shards), "buckets": buckets, "stagings": _STAGINGS * largest}
+    return {"params": laid_out(shards) + copies, "buckets": buckets, "stagings": _STAGINGS * largest}
 
 
 def beside(
@@ -174,7 +185,7 @@ def beside(
     """
     locked = page_locked([unit.plan for unit in units], config, ranks)
     staying = sum(unit.whole_bytes for unit in units if not unit.moves and not unit.in_file)
-    gathered = gathered_bytes(units, config, device)
+    gathered = gathered_bytes(units, config, device) + _arrival_bytes(units, config, ranks)
     pinned = {"params": locked["params"], "grads": held["grads"], "buckets": held["buckets"]}
     pinned["page_locked"] = locked["params"] * ranks + locked["buckets"] + locked["stagings"]
     there = {

@@ -83,6 +83,13 @@ def shares_host_copy(config: Config, ranks: int, hosts: int) -> bool:
     return one_host and not loads_units(config) and config.comm.params == "exact"
 
 
+def wire_bytes(kind: str, dtype: torch.dtype, elems: int, config: Config) -> int:
+    """Return what elements take on their way to another rank: exactly, or as a quantised copy of "int8" or "int4"."""
+    if kind == "exact":
+        return elems * dtype.itemsize
+    return elems * int(kind.removeprefix("int")) // 8 + 4 * -(-elems // config.comm.block_elems)
+
+
 def has_master(dtype: torch.dtype, config: Config) -> bool:
     """Return True if an optimizer keeps an fp32 copy beside parameters of this type."""
     return dtype in (torch.bfloat16, torch.float16) and TORCH_DTYPES[config.master_name] != dtype

@@ -61,6 +61,7 @@ from zeropp.zero.formulas import (
     split_units,
     tier_buffers,
     tier_of,
+    wire_bytes,
 )  # fmt: skip
 from zeropp.zero.model.accelerator import check_accelerator, check_experts, device_of
 from zeropp.zero.model.units import UnitPlan, numbers, plan_units, refuse_lazy
@@ -564,9 +565,7 @@ def _moment_bytes(plan: UnitPlan, run: _Run) -> float:
 
 def _wire_bytes(kind: str, exact: torch.dtype, shard_elems: int, run: _Run) -> int:
     """Return what a shard takes on its way to another rank."""
-    if kind == "exact" or run.ranks == 1:
-        return shard_elems * exact.itemsize
-    return shard_elems * int(kind.removeprefix("int")) // 8 + 4 * -(-shard_elems // run.config.comm.block_elems)
+    return wire_bytes("exact" if run.ranks == 1 else kind, exact, shard_elems, run.config)
 
 
 def _params_bytes(run: _Run, whole: int, shard: int, wire: int, in_file: bool, moves: bool) -> int:

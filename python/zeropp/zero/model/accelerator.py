@@ -77,12 +77,6 @@ def check_accelerator(config: Config, device: torch.device, ranks: JobRanks | No
         _check_gradients(config, device)
     else:
         _check_offload(config, device, steps)
-    if not there and config.comm.params != "exact":
-        _refuse(
-            device,
-            "Comm(params=) other than 'exact' with shards on the host is",
-            "leave it out, or train on the CPU with Config(device='cpu')",
-        )
 
 
 def _check_gather(config: Config, there: bool) -> None:
@@ -155,8 +149,6 @@ def _check_gradients(config: Config, device: torch.device) -> None:
 
 def _check_offload(config: Config, device: torch.device, steps: bool) -> None:
     params, states = tier_of(config, "params").kind, tier_of(config, "optimizer").kind
-    if config.stage == 0:
-        _refuse(device, "stage 0 with offloaded states is", "use stage 1, 2 or 3, or keep the states on the device")
     if states == "device" and steps and config.stored_name is None:
         _refuse(
             device, f"an optimizer that steps there beside parameters on {params!r} is",
