@@ -133,6 +133,7 @@ struct zpp_unit {
     bool quantised;      /* gathered quantised: see wire.c */
     bool wants_exact;    /* the next gather is not to be */
     zpp_event *allocated, *ready;
+    zpp_event *staged; /* of the host (placement/nvme_up.c); NULL elsewhere */
     struct zpp_work *gather_work; /* over several hosts: the collective under way */
     bool gathers_intranode;       /* ... among this host's ranks */
     unsigned char *secondary;     /* hpZ: this rank's secondary shard (placement/sharded_net.c) */

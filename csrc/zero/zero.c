@@ -160,6 +160,7 @@ static void destroy_unit(zpp_zero *zero, struct zpp_unit *unit) {
     drop_gather(zero, unit);
     zpp_event_destroy(unit->allocated);
     zpp_event_destroy(unit->ready);
+    zpp_event_destroy(unit->staged);
     for (size_t i = 0; unit->names && i < unit->params; i++) free(unit->names[i].text);
     free(unit->names);
     free(unit->param_elems);

@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,9 @@ class Case:
     in_file: bool = False  # parameters
     reloads: bool = False  # the parameters, after each step
     steps_inside: bool = False  # the backward
+    flushes: bool = False  # the update, which is delayed but for the first one, after one more evaluation
+    torch_steps: bool = False  # its own code, of an optimizer that has no kernel here
+    late: bool = False  # the second rank, with each backward: the first one's host is far ahead of its steps
     two_streams: bool = False  # every other batch on a stream of its own
     build: Callable[[], torch.nn.Module] = lambda: blocks()
 
@@ -69,6 +73,27 @@ class Tied(torch.nn.Module):
         return self.last(x) * self.scale
 
 
+class Detached(torch.nn.Module):
+    """The last block has no gradient on ranks but the first one, and they come to it late."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:2]:
+            x = block(x)
+        if self.rank:
+            with torch.no_grad():
+                slow = torch.ones(512, 512, device=x.device)
+                for _ in range(20):
+                    slow = slow @ slow * 0.0
+        last = self.blocks[2](x)
+        return x + (last.detach() if self.rank else last)
+
+
 class Checkpointed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +111,7 @@ def blocks() -> torch.nn.Module:
 
 CASES = {
     "stage 3": Case(),
+    "in a file, flushes": Case(in_file=True, units="auto", flushes=True),
     "small units whole": Case(units="auto"),
     "no prefetch": Case(prefetch=0),
     "little prefetch": Case(prefetch=1 << 17),
@@ -101,11 +127,24 @@ CASES = {
     "in a file, evaluates": Case(in_file=True, evaluates=True),
     "in a file, reloads": Case(in_file=True, reloads=True),
     "reloads": Case(reloads=True),
+    "torch steps": Case(torch_steps=True, late=True),
     "tied and frozen": Case(build=Tied),
     "checkpointed": Case(build=Checkpointed),
+    "detached": Case(build=Detached),
 }
 
-INSIDE = ("stage 3", "small units whole", "stage 2", "stage 1", "accumulate", "bf16", "two streams", "tied and frozen")
+INSIDE = (
+    "stage 3",
+    "small units whole",
+    "stage 2",
+    "stage 1",
+    "accumulate",
+    "bf16",
+    "two streams",
+    "tied and frozen",
+    "torch steps",
+    "detached",
+)
 
 CASES |= {f"inside: {name}": dataclasses.replace(CASES[name], steps_inside=True) for name in INSIDE}
 CASES |= {f"device: {name}": dataclasses.replace(case, on_device=True) for name, case in CASES.items()}
@@ -149,53 +188,78 @@ def reference(case: Case, rank: int, ranks: int) -> tuple[list[float], list[torc
     params = list(model.parameters())
     trained = [i for i, p in enumerate(params) if p.requires_grad]
     states = [(torch.zeros_like(m), torch.zeros_like(m)) for m in masters]
+    optimizer = optimizer_of(case, [masters[i] for i in trained])
     losses, data = [], [list(batches(case, r)) for r in range(ranks)]
     for step in range(STEPS):
-        grads: list[list[torch.Tensor]] = []
+        grads: list[list[torch.Tensor | None]] = []
         for r in range(ranks):
             for p in params:
                 p.grad = None
+            model.rank = r
             for micro in range(case.accumulate):
                 loss = loss_of(model, data[r][step * case.accumulate + micro], case)
                 loss.backward()
                 if r == rank:
                     losses.append(loss.item())
-            grads.append([params[i].grad.cpu() for i in trained])
+            grads.append([None if params[i].grad is None else params[i].grad.cpu() for i in trained])
             if case.evaluates and r == rank:
                 losses.append(evaluated(model, data[r][step], case).item())
+        if case.flushes and step > 0:
+            losses.append(evaluated(model, data[rank][step], case).item())
         total = [sum_in_order(one, 1 / ranks / case.accumulate) for one in zip(*grads, strict=True)]
         scale = 1.0
         if case.clip is not None:
             norm = sum(float((g.double() ** 2).sum()) for g in total) ** 0.5
             scale = min(1.0, case.clip / (norm + 1e-6))
-        adam_step_(
-            [masters[i] for i in trained], total, [states[i][0] for i in trained], [states[i][1] for i in trained],
-            step=step + 1, lr=LR, weight_decay=DECAY, grad_scale=scale,
-        )  # fmt: skip
+        if case.torch_steps:
+            torch_step(optimizer, [masters[i] for i in trained], total)
+        else:
+            adam_step_(
+                [masters[i] for i in trained], total, [states[i][0] for i in trained], [states[i][1] for i in trained],
+                step=step + 1, lr=LR, weight_decay=DECAY, grad_scale=scale,
+            )  # fmt: skip
         with torch.no_grad():
             for i in trained:
                 params[i].copy_(masters[i])
+        if case.flushes and step == 0:
+            losses.append(evaluated(model, data[rank][step], case).item())
     return losses, [p.detach().cpu() for p in params]
 
 
-def sum_in_order(grads: tuple[torch.Tensor, ...], factor: float) -> torch.Tensor:
+def optimizer_of(case: Case, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    if case.torch_steps:
+        return torch.optim.RMSprop(params, lr=LR, foreach=False)
+    return torch.optim.AdamW(params, lr=LR, weight_decay=DECAY)
+
+
+def torch_step(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(param.dtype)
+    optimizer.step()
+
+
+def sum_in_order(grads: tuple[torch.Tensor | None, ...], factor: float) -> torch.Tensor:
     """Return the sum in fp32, in the order of ranks, rounded once."""
-    total = grads[0].float()
-    for one in grads[1:]:
+    there = [one for one in grads if one is not None]
+    total = there[0].float()
+    for one in there[1:]:
         total = total + one.float()
-    return (total * factor).to(grads[0].dtype)
+    return (total * factor).to(there[0].dtype)
 
 
 def train(case: Case, schedule: str) -> dict[str, Any]:
     model = model_of(case)
+    model.rank = dist.get_rank() if dist.is_initialized() else 0
     lazy, _, seed = schedule.partition(":")
     sim.set_schedule(int(lazy, 0), int(seed or 0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    optimizer = optimizer_of(case, list(model.parameters()))
     offload = Offload(params="cpu", optimizer="cpu") if case.stage == 3 else Offload(optimizer="cpu")
     if case.on_device:
         offload = Offload()
     if case.in_file:
-        offload = Offload(params=zeropp.Tier("nvme", path=sys.argv[3]), optimizer="cpu")
+        offload = Offload(
+            params=zeropp.Tier("nvme", path=sys.argv[3]), optimizer="cpu", delayed_update=1 if case.flushes else None
+        )
     config = zeropp.Config(
         stage=case.stage, offload=offload, precision=case.precision, accumulate=case.accumulate, prefetch=case.prefetch,
         units=case.units, step_in_backward=case.steps_inside, comm=zeropp.Comm(gather=os.environ.get("SIM_GATHER", "auto")),
@@ -211,6 +275,8 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
                 with side if case.two_streams and micro % 2 else contextlib.nullcontext():
                     x = next(data)
                     loss = loss_of(model, x, case)
+                    if case.late and dist.get_rank():
+                        time.sleep(0.5)
                     loss.backward()
                     losses.append(loss.detach())
             if case.evaluates:
@@ -219,6 +285,9 @@ def train(case: Case, schedule: str) -> dict[str, Any]:
                 optimizer.clip_grad_norm_(case.clip)
             optimizer.step()
             optimizer.zero_grad()
+            if case.flushes:
+                losses.append(evaluated(model, x, case))
+                optimizer.flush()
             if case.reloads:
                 evaluated(model, x, case)
                 zeropp.load_full_state_dict(model, zeropp.full_state_dict(model))

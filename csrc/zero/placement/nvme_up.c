@@ -5,12 +5,13 @@
  *
  *   file --read--> mapping of all ranks --memcpy--> page-locked staging of this rank --copy engine--> whole unit
  *
- * A read begins at once. The queue `arrive` stages the unit when it has come, and enqueues its copy on the stream
- * `gather`, so the backward thread waits for the disk only where it needs the unit. The memory of the mapping goes
- * again as soon as the unit is staged. Staging is page-locked, because a copy engine reads it; the mapping is not,
- * because its pages come and go. What a forward keeps for its backward stays on the accelerator, and is not read again.
+ * A read begins at once. The queue `arrive`, which is the host's, stages the unit when it has come, and enqueues its
+ * copy on the stream `gather`, so the backward thread waits for the disk only where it needs the unit. The memory of
+ * the mapping goes again as soon as the unit is staged. Staging is page-locked, because a copy engine reads it; the
+ * mapping is not, because its pages come and go. What a forward keeps for its backward stays on the accelerator, and is
+ * not read again.
  *
- *   unit->ready       on `arrive`: the unit is staged, and its copy enqueued
+ *   unit->staged      on `arrive`: the unit is staged, and its copy enqueued
  *   unit->allocated   on `gather`: the unit is whole
  *
  * The step runs on the host, through windows of the mapping, as it does without an accelerator. A step inside the
@@ -35,7 +36,8 @@ static zpp_status open_streams(zpp_zero *zero, struct zpp_err *err) {
     zpp_device *device = zero->options.device;
     const zpp_status status = zpp_stream_create_priority(device, ZPP_STREAM_THREAD, ZPP_PRIORITY_HIGH, "gather",
                                                          &zero->gather, err);
-    return status == ZPP_OK ? zpp_stream_create(device, ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err) : status;
+    if (status != ZPP_OK) return status;
+    return zpp_stream_create(zpp_zero_host(zero), ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
 }
 
 static zpp_status make_staging(zpp_zero *zero, struct zpp_err *err) {
@@ -76,10 +78,15 @@ static void count_memory(const zpp_zero *zero, struct zpp_zero_memory *out) {
     zpp_wrapped_count_memory(zero, out);
 }
 
-/* Gathers that nothing used may still be on their way. */
+/* Units that stay whole: their copies of shards after the last step may still be on their way. */
 static zpp_status settle(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err) {
     const zpp_status status = zpp_event_record(zero->settled, zero->gather, err);
     return status == ZPP_OK ? zpp_event_sync(zero->settled, wait, err) : status;
+}
+
+static zpp_status lay_out_staged(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const zpp_status status = zpp_event_create(zpp_zero_host(zero), &unit->staged, err);
+    return status == ZPP_OK ? zpp_file_lay_out_whole(zero, unit, err) : status;
 }
 
 static void locate(zpp_zero *zero, struct zpp_unit *unit) {
@@ -129,13 +136,13 @@ static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *
     const struct stage_args args = {zero, unit};
     zpp_status status = read_begin(zero, unit, err);
     if (status == ZPP_OK) status = zpp_stream_launch(zero->arrive, stage, &args, sizeof args, err);
-    return status == ZPP_OK ? zpp_event_record(unit->ready, zero->arrive, err) : status;
+    return status == ZPP_OK ? zpp_event_record(unit->staged, zero->arrive, err) : status;
 }
 
 /* The caller drives the queue until the copy is enqueued; the computation waits for the copy. */
 static zpp_status wait_gather(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,
                               struct zpp_err *err) {
-    const zpp_status status = zpp_stream_wait(zero->compute, unit->ready, wait, err);
+    const zpp_status status = zpp_event_sync(unit->staged, wait, err);
     return status == ZPP_OK ? zpp_stream_wait(zero->compute, unit->allocated, wait, err) : status;
 }
 
@@ -145,11 +152,12 @@ static zpp_status complete(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err
 
 /* --- the shard ---------------------------------------------------------------------------------------------------- */
 
-/* A part of the whole unit, to the first staging. */
+/* A part of the whole unit, to the first staging. The computation comes after every copy up that was enqueued, because
+ * what was gathered, or read ahead, was waited for before shards are written. So nothing is read from there any more.
+ */
 static zpp_status copy_down(zpp_zero *zero, struct zpp_unit *unit, const void *from, size_t bytes,
                             struct zpp_err *err) {
-    zpp_status status = zpp_event_sync(zero->staging.copied[0], &patience, err);
-    if (status == ZPP_OK) status = zpp_stream_copy(zero->compute, zero->staging.memory[0], from, bytes, err);
+    zpp_status status = zpp_stream_copy(zero->compute, zero->staging.memory[0], from, bytes, err);
     if (status == ZPP_OK) status = zpp_event_record(unit->allocated, zero->compute, err);
     return status == ZPP_OK ? zpp_event_sync(unit->allocated, &patience, err) : status;
 }
@@ -208,7 +216,7 @@ const struct zpp_placement zpp_placement_nvme_up = {
     .reads = zpp_file_reads,
     .count_memory = count_memory,
     .settle = settle,
-    .lay_out = zpp_file_lay_out_whole,
+    .lay_out = lay_out_staged,
     .locate = locate,
     .acquire = zpp_wrapped_acquire,
     .release = zpp_wrapped_release,
