@@ -12,6 +12,7 @@
 #include "../comm/stream_sum.h"
 #include "grad_path.h"
 #include "internal.h"
+#include "placement.h"
 
 struct zpp_grad_block {
     unsigned char *memory;
@@ -103,7 +104,7 @@ static zpp_status add(zpp_zero *zero, void *to, const void *from, size_t elems, 
     const struct zpp_sum_op sum = {.dst = to,
                                    .src = sources,
                                    .elems = elems,
-                                   .scale = 1.0f,
+                                   .scale = 1.0,
                                    .sources = 1,
                                    .dtype = dtype,
                                    .dst_dtype = dtype,
@@ -126,8 +127,9 @@ static zpp_status send(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_er
 
 static zpp_status arrived(zpp_zero *zero, struct zpp_unit_grad *grad, const struct zpp_wait *wait,
                           struct zpp_err *err) {
-    (void)zero;
-    return grad->empty ? ZPP_OK : zpp_event_sync(grad->written, wait, err);
+    const struct zpp_placement *placement = grad->unit->placement;
+    if (!grad->empty) return zpp_event_sync(grad->written, wait, err);
+    return placement->end_reads ? placement->end_reads(zero, grad->unit, wait, err) : ZPP_OK;
 }
 
 const struct zpp_grad_path zpp_grad_path_offload = {

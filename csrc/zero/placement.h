@@ -66,6 +66,10 @@ struct zpp_placement {
      * event unit->ready says so. */
     zpp_status (*wait)(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
     zpp_status (*complete)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err); /* how the gather ended */
+    /* This rank has no gradient of the unit, and other ranks may step it inside the backward once they know: its
+     * gathers read no shard any more. With a gradient that is so, because the gradient came after them. AGAIN as in
+     * `wait`. */
+    zpp_status (*end_reads)(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err);
     /* The exact values, into the memory of a unit that was gathered quantised. */
     zpp_status (*make_exact)(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
 

@@ -65,7 +65,7 @@ def test_one_hardware_queue(tmp_path: Path) -> None:
 CASES = (
     "little prefetch", "accumulate", "tied and frozen", "small units whole", "no prefetch", "stage 2", "stage 1", "bf16", "clip",
     "evaluates", "checkpointed", "two streams", "reloads", "in a file", "in a file, evaluates", "in a file, reloads",
-    "in a file, flushes",
+    "in a file, flushes", "inside: detached",
 )  # fmt: skip
 
 
@@ -93,6 +93,7 @@ WAITS = {
     "computation waits for copies after a step": (COMPUTE, GATHER, "stage 2", "2"),
     "a staging waits for the copy from it": (HOST, GATHER, "in a file", "1"),
     "computation waits for the copy up from a file": (COMPUTE, GATHER, "in a file", "2"),
+    "a unit without a gradient waits for its gathers": (HOST, GATHER, "inside: detached", ALL_LAZY),
     "a step without gradients waits for copies after the last one": (HOST, GATHER, "in a file, flushes", "2"),
     "the shard in a file waits for the values at set-up": (HOST, COMPUTE, "in a file", "1"),
 }

@@ -42,6 +42,7 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("csrc/zero/placement/offloaded.c", "keep_shard"): ("the shard waits for the values at set-up",),
     ("csrc/zero/placement/offloaded.c", "settle"): ("the step waits for gathers",),
+    ("csrc/zero/placement/offloaded.c", "end_reads"): ("a unit without a gradient waits for its gathers",),
     ("csrc/zero/placement/offloaded.c", "copy_over"): (
         "copies after a step wait for computation",
         "computation waits for copies after a step",

@@ -106,6 +106,11 @@ static zpp_status settle(zpp_zero *zero, const struct zpp_wait *wait, struct zpp
     return status == ZPP_OK ? zpp_event_sync(zero->settled, wait, err) : status;
 }
 
+static zpp_status end_reads(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)zero;
+    return zpp_event_sync(unit->ready, wait, err);
+}
+
 static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
     (void)warm_bytes;
     struct zpp_wire *wire = &zero->wire;
@@ -141,6 +146,7 @@ const struct zpp_placement zpp_placement_offloaded = {
     .release = zpp_wrapped_release,
     .evict = zpp_wrapped_evict,
     .gather = gather,
+    .end_reads = end_reads,
     .make_exact = make_exact,
     .keep_shard = keep_shard,
     .publish = publish,
@@ -165,5 +171,6 @@ const struct zpp_placement zpp_placement_offloaded_whole = {
     .lay_out = lay_out_whole,
     .locate = locate_whole,
     .keep_shard = keep_shard,
+    .end_reads = end_reads,
     .collect = copy_over,
 };
