@@ -229,11 +229,15 @@ static zpp_status run_plan(zpp_step_in_backward *self, int unit, struct zpp_aio_
 }
 
 static zpp_status update_on_device(zpp_step_in_backward *self, int unit, struct zpp_err *err) {
+    const bool calls = self->caller.update;
     self->stepped++;
     void *token = begin_long(self);
-    const zpp_status status = zpp_device_steps_unit(self->device, unit, self->groups, self->grad_scale, err);
+    zpp_status status = calls ? zpp_device_steps_begin(self->device, unit, err)
+                              : zpp_device_steps_unit(self->device, unit, self->groups, self->grad_scale, err);
     end_long(self, token);
-    return status;
+    if (status != ZPP_OK || !calls) return status;
+    if (!call(self, self->caller.update, unit)) return zpp_fail(err, ZPP_STATE, "an update raised");
+    return zpp_device_steps_stepped(self->device, err);
 }
 
 static zpp_status update_values(zpp_step_in_backward *self, int unit, struct zpp_aio_fault *fault,

@@ -209,6 +209,26 @@ static zpp_status check_unit(zpp_device_steps *self, int unit, struct zpp_err *e
     return status;
 }
 
+/* The computation runs after what this rank summed and stepped, and so do its signals. */
+static zpp_status join_compute(zpp_device_steps *self, struct zpp_err *err) {
+    zpp_stream *compute = self->stepper->zero->compute;
+    if (self->stream == compute) return ZPP_OK;
+    const zpp_status status = zpp_event_record(self->stepped, self->stream, err);
+    return status == ZPP_OK ? zpp_stream_wait(compute, self->stepped, NULL, err) : status;
+}
+
+zpp_status zpp_device_steps_begin(zpp_device_steps *self, int unit, struct zpp_err *err) {
+    const zpp_status status = check_unit(self, unit, err);
+    return status == ZPP_OK ? join_compute(self, err) : status;
+}
+
+zpp_status zpp_device_steps_stepped(zpp_device_steps *self, struct zpp_err *err) {
+    zpp_stream *compute = self->stepper->zero->compute;
+    if (self->stream == compute) return ZPP_OK;
+    const zpp_status status = zpp_event_record(self->stepped, compute, err);
+    return status == ZPP_OK ? zpp_stream_wait(self->stream, self->stepped, NULL, err) : status;
+}
+
 zpp_status zpp_device_steps_unit(zpp_device_steps *self, int unit, const struct zpp_optim_segment *groups,
                                  double grad_scale, struct zpp_err *err) {
     struct zpp_step_plan plan = {.grad_scale = grad_scale};
@@ -220,14 +240,6 @@ zpp_status zpp_device_steps_unit(zpp_device_steps *self, int unit, const struct 
 }
 
 /* --- ends --------------------------------------------------------------------------------------------------------- */
-
-/* The computation runs after the steps of this rank, and so do its signals. */
-static zpp_status join_compute(zpp_device_steps *self, struct zpp_err *err) {
-    zpp_stream *compute = self->stepper->zero->compute;
-    if (self->stream == compute) return ZPP_OK;
-    const zpp_status status = zpp_event_record(self->stepped, self->stream, err);
-    return status == ZPP_OK ? zpp_stream_wait(compute, self->stepped, NULL, err) : status;
-}
 
 zpp_status zpp_device_steps_end(zpp_device_steps *self, struct zpp_err *err) {
     const size_t at = self->sent % ZPP_CLIP_AHEAD;

@@ -3,7 +3,8 @@
  * The step inside the backward on shards in memory of a device (docs/design/0051), for step_in_backward.c. Everything
  * is enqueued behind the sums of gradients, and the host waits for none of it:
  *
- *   unit   whether its gradient is finite, and its step, which writes nothing once a gradient was not finite
+ *   unit   whether its gradient is finite, and its step, which writes nothing once a gradient was not finite; or the
+ *          caller's step, between begin and stepped
  *   end    the computation runs after all steps; how they ended goes to the host
  *   look   the host learns what has come
  *
@@ -29,6 +30,11 @@ void zpp_device_steps_destroy(zpp_device_steps *self);
 /* Enqueue the step of a unit whose gradient is reduced. `groups` as zpp_step_plan_make takes them. */
 zpp_status zpp_device_steps_unit(zpp_device_steps *self, int unit, const struct zpp_optim_segment *groups,
                                  double grad_scale, struct zpp_err *err);
+/* The same where the caller computes the step, on the computation's stream: enqueue the look at the gradient, and let
+ * that stream run behind the sum; then, once the step is enqueued, let later sums run behind it, because they may have
+ * the memory of this gradient. Nothing stops such a step at a gradient that is not finite. */
+zpp_status zpp_device_steps_begin(zpp_device_steps *self, int unit, struct zpp_err *err);
+zpp_status zpp_device_steps_stepped(zpp_device_steps *self, struct zpp_err *err);
 /* All units of a backward were stepped; to be looked at next. */
 zpp_status zpp_device_steps_end(zpp_device_steps *self, struct zpp_err *err);
 

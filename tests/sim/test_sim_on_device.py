@@ -29,7 +29,7 @@ OFTEN = ("device: stage 3", "device: stage 0", "device: inside: stage 3")
 SELDOM = (
     "small units whole", "no prefetch", "little prefetch", "stage 2", "stage 1", "bf16", "accumulate", "clip", "tied and frozen",
     "checkpointed", "inside: small units whole", "inside: stage 2", "inside: stage 1", "inside: accumulate", "inside: bf16",
-    "inside: two streams", "inside: tied and frozen",
+    "inside: two streams", "inside: tied and frozen", "inside: torch steps",
 )  # fmt: skip
 CASES = [*OFTEN, *(pytest.param(f"device: {name}", marks=pytest.mark.slow) for name in SELDOM)]
 
@@ -96,6 +96,7 @@ HOST, COMPUTE, SUMS = -1, 0, 2
 WAITS = {
     "the shard of a device waits for the values at set-up": (HOST, COMPUTE, "device: stage 3", "1"),
     "computation waits for steps inside the backward": (COMPUTE, SUMS, "device: inside: stage 3", "0b100"),
+    "sums wait for steps of torch's own": (SUMS, COMPUTE, "device: inside: torch steps", "0b1"),
 }
 
 

@@ -61,6 +61,7 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
     ("csrc/zero/step_device.c", "zpp_step_device_look"): ("an_outcome_is_waited_for",),
     ("csrc/zero/step_device.c", "zpp_step_device_destroy"): (AT_END,),
     ("csrc/zero/step_in_backward_device.c", "join_compute"): ("computation waits for steps inside the backward",),
+    ("csrc/zero/step_in_backward_device.c", "zpp_device_steps_stepped"): ("sums wait for steps of torch's own",),
     ("csrc/zero/step_in_backward_device.c", "zpp_device_steps_look"): ("test_an_end_is_waited_for",),
     ("csrc/zero/step_in_backward_device.c", "end_work"): (AT_END,),
     ("csrc/zero/placement/nvme_up.c", "settle"): ("a step without gradients waits for copies after the last one",),

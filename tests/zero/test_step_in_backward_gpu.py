@@ -83,6 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
 OPTIMIZERS = {
     "SGD": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, nesterov=True),
     "Lion": lambda params, lr: zeropp.optim.Lion(params, lr=lr),
+    "RAdam": torch.optim.RAdam,
 }
 
 
@@ -104,6 +105,20 @@ def test_it_has_the_bits_of_the_step_after_the_backward(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers(name: str) -> None:
     check_same(OPTIMIZERS[name])
+
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "RAdam, accumulates": ("RAdam", {"accumulate": 2, "bucket_bytes": 1}),
+    "RAdam, stage 1": ("RAdam", {"stage": 1, "precision": "bf16"}),
+    "Lion, states in bf16": ("Lion", {"precision": Precision(state="bf16")}),
+}
+
+
+@on_ranks(1, 2, devices=("sim-lazy",))
+@pytest.mark.parametrize("name", CALLS)
+def test_steps_by_calls_of_torch(name: str) -> None:
+    make, options = CALLS[name]
+    check_same(OPTIMIZERS[make], **options)
 
 
 @on_ranks(2, devices=("sim",))
@@ -134,10 +149,11 @@ def test_all_memory_is_given_back() -> None:
 
 
 @on_ranks(1, 2, devices=("sim", "sim-lazy"))
-def test_a_gradient_that_is_not_finite() -> None:
+@pytest.mark.parametrize("make", ["AdamW", "RAdam"])
+def test_a_gradient_that_is_not_finite(make: str) -> None:
     """Every rank raises, and only a load goes on."""
     folder = Path(of_all_ranks(tempfile.mkdtemp())[0])
-    model, optimizer = prepared(step_in_backward=True)
+    model, optimizer = prepared(getattr(torch.optim, make), step_in_backward=True)
     train(model, optimizer)
     zeropp.save(folder / "saved", model, optimizer, step=STEPS)
     wanted = train(model, optimizer, STEPS)
@@ -187,11 +203,3 @@ def test_at_most_eight_steps_are_unknown() -> None:
     handle.remove()
     assert steps <= 8
     assert len(set(of_all_ranks(steps))) == 1
-
-
-@on_ranks(1, 2, devices=("sim",))
-def test_an_optimizer_that_torch_steps_is_refused() -> None:
-    with pytest.raises(
-        zeropp.ConfigError, match="RAdam inside the backward on shards that sim:0 holds is not supported"
-    ):
-        prepared(torch.optim.RAdam, step_in_backward=True)

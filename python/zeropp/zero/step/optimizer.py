@@ -180,7 +180,7 @@ class ZeroOptimizer(optim.Optimizer):
 
         Returns:
             The norm before clipping, over all parameters and ranks: a float; where a GPU holds and steps the shards, a tensor of that
-            GPU, of shape ``()`` in fp32, which ``float()`` waits for.
+            GPU, of shape ``()`` in fp32 (float64 where a trained parameter is), which ``float()`` waits for.
         """
         self._refuse_norm("clip_grad_norm_()")
         if self._engine.accumulate > 1 and not self._engine.core.at_boundary:
@@ -421,7 +421,6 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
         number += len(unit.params)
     engine.core.hold = False
     engine.strategy = _strategy_of(optimizer, engine)
-    _refuse_in_backward(kind_of(optimizer), engine)
     if engine.config.step_in_backward:
         engine.schedule = StepInBackward(engine)
     elif engine.config.offload.delayed_update is not None and not isinstance(engine.schedule, Delayed):
@@ -443,16 +442,6 @@ def _refuse_one_bit(kind: type, engine: Engine) -> None:
         raise ConfigError(
             f"prepare: {kind.__name__} on shards of {engine.ranks} ranks that {engine.shard_device} holds is not supported yet; use AdamW, "
             "LAMB or another that sends exact values, or keep shards on the host with Offload(params='cpu', optimizer='cpu')"
-        )
-
-
-def _refuse_in_backward(kind: type, engine: Engine) -> None:
-    """Raise zeropp.ConfigError where calls of torch would step inside the backward what GPUs hold: nothing would stop them at a
-    gradient that is not finite."""
-    if engine.config.step_in_backward and engine.shard_device.type != "cpu" and not engine.strategy.in_c:
-        raise ConfigError(
-            f"prepare: {kind.__name__} inside the backward on shards that {engine.shard_device} holds is not supported yet, because torch's "
-            "own code steps them; use AdamW, Adam, or Lion, Adagrad or SGD with states in fp32, or leave step_in_backward out"
         )
 
 
