@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
 import torch
 from torch import nn
