@@ -274,7 +274,7 @@ def test_a_checkpoint_of_experts_in_files() -> None:
         ),
         (
             {"kinds": {"optimizer": "nvme"}, "offload": zeropp.Offload(optimizer="nvme", path="/tmp")},
-            r"Experts.offload.optimizer: 'nvme', and Config.offload.optimizer has all of them there",
+            r"Experts.offload.optimizer: 'nvme', and Config.offload.optimizer has all of them on 'nvme'",
         ),
     ],
 )
