@@ -32,7 +32,7 @@ def test_outputs_and_gradients_are_those_of_the_eager_loop(frozen: bool) -> None
     weights = torch.rand(TOKENS, K, requires_grad=True)
     leaves = [x, weights, *(p for p in module.parameters() if p.requires_grad)]
     grad = torch.randn(TOKENS, WIDTH)
-    assert experts._is_swiglu(module, x)
+    assert experts._is_gated_silu(module, x)
     results = []
     for forward in (module.forward, lambda *given: experts.experts_forward(module, *given)):
         y = forward(x, index, weights)
@@ -45,7 +45,7 @@ def test_outputs_and_gradients_are_those_of_the_eager_loop(frozen: bool) -> None
 def test_other_experts_take_torchs_products() -> None:
     config = GptOssConfig(hidden_size=WIDTH, intermediate_size=INNER, num_local_experts=EXPERTS)
     module = mixtral()
-    assert not experts._is_swiglu(GptOssExperts(config), torch.zeros(2, WIDTH))
-    assert not experts._is_swiglu(module, torch.zeros(2, WIDTH, dtype=torch.bfloat16))
+    assert not experts._is_gated_silu(GptOssExperts(config), torch.zeros(2, WIDTH))
+    assert not experts._is_gated_silu(module, torch.zeros(2, WIDTH, dtype=torch.bfloat16))
     module.act_fn = torch.nn.GELU()
-    assert not experts._is_swiglu(module, torch.zeros(2, WIDTH))
+    assert not experts._is_gated_silu(module, torch.zeros(2, WIDTH))
