@@ -16,8 +16,6 @@
 
 enum { MAPPED_FROM_BYTES = 1 << 20, HUGE_BYTES = 2 << 20, HUGE_FROM_BYTES = 2 * HUGE_BYTES };
 
-static size_t round_up(size_t bytes, size_t unit_bytes) { return (bytes + unit_bytes - 1) / unit_bytes * unit_bytes; }
-
 /* Map more than needed and unmap the ends, so that munmap(memory, bytes rounded up to pages) frees it whole. */
 static void *map_aligned(size_t bytes, size_t align_bytes) {
     const size_t extra_bytes = align_bytes - ZPP_BLOCK_BYTES; /* mmap aligns to a page, which is no less */
@@ -34,7 +32,7 @@ static void *alloc_mapped(size_t bytes, size_t align_bytes) {
     if (bytes > SIZE_MAX - zpp_page_bytes()) return NULL;
     if (align_bytes < zpp_page_bytes()) align_bytes = zpp_page_bytes();
     if (bytes >= HUGE_FROM_BYTES && align_bytes < HUGE_BYTES) align_bytes = HUGE_BYTES;
-    void *memory = map_aligned(round_up(bytes, zpp_page_bytes()), align_bytes);
+    void *memory = map_aligned(zpp_round_up(bytes, zpp_page_bytes()), align_bytes);
     if (memory && bytes >= HUGE_FROM_BYTES) madvise(memory, bytes, MADV_HUGEPAGE); /* a hint, which may be refused */
     return memory;
 }
@@ -68,7 +66,7 @@ void zpp_mem_expect(void *memory, size_t bytes) {
 void zpp_mem_free(void *memory, size_t bytes) {
     if (!memory) return;
     if (bytes < MAPPED_FROM_BYTES) free(memory);
-    else munmap(memory, round_up(bytes, zpp_page_bytes()));
+    else munmap(memory, zpp_round_up(bytes, zpp_page_bytes()));
 }
 
 void zpp_mem_trim(void) {

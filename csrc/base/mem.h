@@ -19,6 +19,10 @@
 enum { ZPP_BLOCK_BYTES = 4096 };
 /* Return the size of a page of memory: 4, 16 or 64 KiB (aarch64 has all three), a multiple of ZPP_BLOCK_BYTES. */
 size_t zpp_page_bytes(void);
+/* Return the least multiple of `multiple` that is not below `value`. */
+static inline size_t zpp_round_up(size_t value, size_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
 
 /* Allocate zeroed memory, aligned to `align_bytes` (a power of two). New; free with zpp_mem_free(ptr, bytes). Large
  * blocks ask for huge pages. */

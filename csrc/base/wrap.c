@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "device_fill.h"
+#include "mem.h"
 
 enum { ALIGN_BYTES = 512, POISON = 0xff }; /* NaN as fp64, fp32, fp16, bf16 and fp8 */
 
@@ -44,8 +45,6 @@ struct zpp_wrap {
     uint64_t ordered_after; /* takes_on comes after the releases up to this number */
 };
 
-static size_t rounded(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
-
 /* --- which units meet --------------------------------------------------------------------------------------------- */
 bool zpp_wrap_meet(const zpp_wrap *wrap, int a, int b) {
     const struct unit *x = &wrap->units[a], *y = &wrap->units[b];
@@ -76,7 +75,7 @@ static zpp_status place_units(zpp_wrap *wrap, const struct zpp_wrap_options *opt
         unit->bytes = options->units[i].bytes;
         unit->offset_bytes = *address_bytes;
         const bool own = options->units[i].own || wrap->poison;
-        if (!own) *address_bytes += rounded(unit->bytes, ALIGN_BYTES);
+        if (!own) *address_bytes += zpp_round_up(unit->bytes, ALIGN_BYTES);
         if (unit->bytes > options->memory_bytes && !own) {
             return zpp_fail(err, ZPP_INVALID,
                             "wrapped memory: unit %s has %zu bytes, wanted at most the %zu bytes of memory for all "
@@ -94,7 +93,7 @@ static zpp_status map_units(zpp_wrap *wrap, size_t address_bytes, size_t memory_
     size_t grain;
     zpp_status status = fill->map_grain(wrap->device, &grain, err);
     if (status != ZPP_OK || !address_bytes) return status;
-    const size_t addresses = rounded(address_bytes, grain), wanted = rounded(memory_bytes, grain);
+    const size_t addresses = zpp_round_up(address_bytes, grain), wanted = zpp_round_up(memory_bytes, grain);
     const size_t memory = wanted < addresses ? wanted : addresses;
     status = fill->map_wrapped(wrap->device, addresses, memory, &wrap->mapping, err);
     for (int i = 0; status == ZPP_OK && i < wrap->units_count; i++) status = list_meets(wrap, i, err);

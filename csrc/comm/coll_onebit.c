@@ -9,12 +9,11 @@
  */
 #include "onebit.h"
 
+#include "../base/mem.h"
 #include "../ops/onebit/onebit.h"
 #include "internal.h"
 
 enum { SHARD_ALIGN_ELEMS = 16, MESSAGE_ALIGN_BYTES = 4 };
-
-static size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 static size_t scales_bytes(size_t chunk_elems, size_t elems) {
     return zpp_onebit_chunks(chunk_elems, elems) * sizeof(float);
@@ -23,7 +22,7 @@ static size_t scales_bytes(size_t chunk_elems, size_t elems) {
 /* --- layout ------------------------------------------------------------------------------------------------------ */
 
 size_t zpp_onebit_message_bytes(size_t chunk_elems, size_t shard_elems) {
-    return round_up(scales_bytes(chunk_elems, shard_elems) + zpp_onebit_bytes(shard_elems), MESSAGE_ALIGN_BYTES);
+    return zpp_round_up(scales_bytes(chunk_elems, shard_elems) + zpp_onebit_bytes(shard_elems), MESSAGE_ALIGN_BYTES);
 }
 
 zpp_status zpp_onebit_layout_make(int ranks, size_t elems, size_t chunk_elems, struct zpp_onebit_layout *out,
@@ -32,7 +31,7 @@ zpp_status zpp_onebit_layout_make(int ranks, size_t elems, size_t chunk_elems, s
         return zpp_fail(err, ZPP_INVALID, "comm: chunk_elems is %zu, wanted a multiple of 16, at least 16",
                         chunk_elems);
     if (elems > SIZE_MAX / 64) return zpp_fail(err, ZPP_INVALID, "comm: %zu elements exceed the address space", elems);
-    const size_t shard = round_up((elems + (size_t)ranks - 1) / (size_t)ranks, SHARD_ALIGN_ELEMS);
+    const size_t shard = zpp_round_up((elems + (size_t)ranks - 1) / (size_t)ranks, SHARD_ALIGN_ELEMS);
     *out = (struct zpp_onebit_layout){.elems = elems,
                                       .chunk_elems = chunk_elems,
                                       .shard_elems = shard,

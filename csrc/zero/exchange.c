@@ -193,15 +193,11 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wai
 
 enum { ALIGN_BYTES = 16 }; /* of each buffer on the board */
 
-static size_t aligned(size_t bytes) {
-    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
-}
-
 zpp_status zpp_zero_make_buffers(zpp_zero *zero, const size_t *bytes, size_t count, struct zpp_err *err) {
     struct zpp_buffers_board *board = &zero->board;
     if (board->zero) return zpp_fail(err, ZPP_STATE, "zero: the board of the buffers was made already");
     *board = (struct zpp_buffers_board){ .zero = zero };
-    for (size_t i = 0; i < count; i++) board->bytes += aligned(bytes[i]);
+    for (size_t i = 0; i < count; i++) board->bytes += zpp_round_up(bytes[i], ALIGN_BYTES);
     if (!zero->ring) {
         board->memory = malloc(board->bytes + 1);
         if (board->memory) return ZPP_OK;
@@ -222,7 +218,7 @@ void zpp_buffers_fini(zpp_zero *zero) {
 static void pack(unsigned char *to, const struct zpp_buffer *buffers, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (buffers[i].data) memcpy(to, buffers[i].data, buffers[i].bytes);
-        to += aligned(buffers[i].bytes);
+        to += zpp_round_up(buffers[i].bytes, ALIGN_BYTES);
     }
 }
 
@@ -230,7 +226,7 @@ static void unpack(const unsigned char *from, const struct zpp_buffer *buffers, 
     for (size_t i = 0; i < count; i++) {
         if (buffers[i].data && memcmp(buffers[i].data, from, buffers[i].bytes))
             memcpy(buffers[i].data, from, buffers[i].bytes);
-        from += aligned(buffers[i].bytes);
+        from += zpp_round_up(buffers[i].bytes, ALIGN_BYTES);
     }
 }
 

@@ -12,10 +12,6 @@
 #include "grad_store.h"
 #include "internal.h"
 
-static size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 /* --- creation ----------------------------------------------------------------------------------------------------- */
 
 zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
@@ -25,7 +21,7 @@ zpp_status zpp_reduce_add_unit(zpp_zero *zero, struct zpp_unit *unit, struct zpp
     grad->unit = unit;
     grad->zero = zero;
     grad->elem_bytes = zpp_dtype_bytes(unit->grad_dtype);
-    grad->bucket_bytes = round_up(zpp_grad_whole_bytes(grad) + unit->params, ZPP_BUCKET_ALIGN_BYTES);
+    grad->bucket_bytes = zpp_round_up(zpp_grad_whole_bytes(grad) + unit->params, ZPP_BUCKET_ALIGN_BYTES);
     const size_t area_bytes = zero->path->area_bytes ? zero->path->area_bytes(zero, unit) : 0;
     if (area_bytes) grad->area_offset_bytes = grad->bucket_bytes;
     grad->bucket_bytes += area_bytes;
@@ -65,7 +61,7 @@ void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit) {
 /* The accelerator writes to page-locked memory without a host that waits: to as much of the arena as may be in use, or
  * to the buckets that stay. */
 static zpp_status pin_buckets(zpp_zero *zero, size_t arena_bytes, size_t bytes, struct zpp_err *err) {
-    const size_t bound = round_up(zero->options.bucket_bytes, zpp_page_bytes());
+    const size_t bound = zpp_round_up(zero->options.bucket_bytes, zpp_page_bytes());
     size_t used_bytes = arena_bytes ? arena_bytes : bytes;
     if (arena_bytes && bound && bound < used_bytes) used_bytes = bound;
     return zpp_pin(zero, zpp_grads_of_rank(zero, zero->rank), used_bytes, err);
@@ -95,9 +91,9 @@ static zpp_status make_buckets(zpp_zero *zero, struct zpp_err *err) {
         if (zpp_keeps_buckets(zero) && unit->trainable) zero->kept_bucket_bytes += unit->grad->bucket_bytes;
     }
     /* Behind them, the board of exchange.c: a norm, the name of its worst element and whose it was for each unit. */
-    const size_t board_bytes = round_up(ZPP_NORM_BYTES * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
+    const size_t board_bytes = zpp_round_up(ZPP_NORM_BYTES * ((size_t)zero->units_count + 1), ZPP_BUCKET_ALIGN_BYTES);
     if (zero->path->make_buckets) return zero->path->make_buckets(zero, mappings_bytes, board_bytes, err);
-    if (!zpp_keeps_buckets(zero)) arena_bytes = round_up(mappings_bytes, zpp_page_bytes());
+    if (!zpp_keeps_buckets(zero)) arena_bytes = zpp_round_up(mappings_bytes, zpp_page_bytes());
     for (int at = 0; at < zero->order_count; at++)
         zero->units[zero->order[at]]->grad->mapping_offset_bytes += arena_bytes;
     if (!zpp_buckets_init(&zero->buckets, (size_t)zero->order_count, arena_bytes))

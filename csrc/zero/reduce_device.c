@@ -48,7 +48,7 @@ static zpp_status lay_out_flags(zpp_zero *zero, size_t *flags_bytes, size_t *lar
         *flags_bytes += unit->params;
         *largest_bytes = larger(*largest_bytes, unit->grad->bucket_bytes);
     }
-    *flags_bytes = (*flags_bytes + ZPP_BUCKET_ALIGN_BYTES - 1) / ZPP_BUCKET_ALIGN_BYTES * ZPP_BUCKET_ALIGN_BYTES;
+    *flags_bytes = zpp_round_up(*flags_bytes, ZPP_BUCKET_ALIGN_BYTES);
     return ZPP_OK;
 }
 
@@ -82,7 +82,7 @@ static zpp_status make_buckets(zpp_zero *zero, size_t mappings_bytes, size_t boa
     if (!zpp_keeps_buckets(zero)) {
         const size_t bound = zero->options.bucket_bytes ? zero->options.bucket_bytes : mappings_bytes;
         arena_bytes = smaller(mappings_bytes, larger(bound, largest_bytes));
-        arena_bytes = (arena_bytes + ZPP_BUCKET_ALIGN_BYTES - 1) / ZPP_BUCKET_ALIGN_BYTES * ZPP_BUCKET_ALIGN_BYTES;
+        arena_bytes = zpp_round_up(arena_bytes, ZPP_BUCKET_ALIGN_BYTES);
         on->sending_offset_bytes = arena_bytes;
         bytes = arena_bytes + largest_bytes;
     }

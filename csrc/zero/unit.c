@@ -18,27 +18,24 @@ enum { PAGE_ALIGNED_BYTES = 64 * 1024 }; /* units of this size begin at a page *
 
 /* --- layout ------------------------------------------------------------------------------------------------------- */
 
-static size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 void zpp_unit_layout(size_t params, const size_t *param_elems, size_t elem_bytes, int ranks, size_t *offset_elems,
                      size_t *elems, size_t *shard_elems) {
     const size_t param_align_elems = PARAM_ALIGN_BYTES / elem_bytes;
     size_t used_elems = 0;
     for (size_t i = 0; i < params; i++) {
         offset_elems[i] = used_elems;
-        used_elems += round_up(param_elems[i], param_align_elems);
+        used_elems += zpp_round_up(param_elems[i], param_align_elems);
     }
-    size_t shard_bytes = round_up(used_elems * elem_bytes, (size_t)ranks) / (size_t)ranks;
+    size_t shard_bytes = zpp_round_up(used_elems * elem_bytes, (size_t)ranks) / (size_t)ranks;
     if (shard_bytes == 0) shard_bytes = 1;
-    shard_bytes = round_up(shard_bytes, shard_bytes < LARGE_SHARD_BYTES ? PARAM_ALIGN_BYTES : LARGE_SHARD_ALIGN_BYTES);
+    const size_t align_bytes = shard_bytes < LARGE_SHARD_BYTES ? PARAM_ALIGN_BYTES : LARGE_SHARD_ALIGN_BYTES;
+    shard_bytes = zpp_round_up(shard_bytes, align_bytes);
     *shard_elems = shard_bytes / elem_bytes;
     *elems = *shard_elems * (size_t)ranks;
 }
 
 size_t zpp_unit_next_offset(size_t *used_bytes, size_t bytes) {
-    const size_t at = round_up(*used_bytes, bytes >= PAGE_ALIGNED_BYTES ? zpp_page_bytes() : PARAM_ALIGN_BYTES);
+    const size_t at = zpp_round_up(*used_bytes, bytes >= PAGE_ALIGNED_BYTES ? zpp_page_bytes() : PARAM_ALIGN_BYTES);
     *used_bytes = at + bytes;
     return at;
 }

@@ -15,17 +15,13 @@
 #include "internal.h"
 #include "on_device.h"
 
-static size_t rounded(size_t bytes) {
-    return (bytes + ZPP_BUCKET_ALIGN_BYTES - 1) / ZPP_BUCKET_ALIGN_BYTES * ZPP_BUCKET_ALIGN_BYTES;
-}
-
 size_t zpp_wire_device_stride(const zpp_zero *zero, const struct zpp_unit *unit) {
-    if (zpp_wire_quantises_grads(zero)) return rounded(zpp_wire_qcopy_bytes(zero, unit));
+    if (zpp_wire_quantises_grads(zero)) return zpp_round_up(zpp_wire_qcopy_bytes(zero, unit), ZPP_BUCKET_ALIGN_BYTES);
     return zpp_wire_narrows(unit) ? zpp_wire_shard_bytes(unit) : 0;
 }
 
 size_t zpp_wire_device_bytes(const zpp_zero *zero, const struct zpp_unit *unit) {
-    return rounded(zpp_wire_device_stride(zero, unit) * (size_t)unit->group->ranks);
+    return zpp_round_up(zpp_wire_device_stride(zero, unit) * (size_t)unit->group->ranks, ZPP_BUCKET_ALIGN_BYTES);
 }
 
 /* --- a quantised copy of a shard ---------------------------------------------------------------------------------- */

@@ -20,10 +20,6 @@ enum {
     BUFFERS = 4,                /* one stepped, one written, two read */
 };
 
-static size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 zpp_status zpp_optim_file_create(const struct zpp_optim_file_options *options, zpp_optim_file **out,
                                  struct zpp_err *err) {
     if (!(options->fraction > 0.0 && options->fraction <= 1.0))
@@ -72,11 +68,11 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
     const int which = master ? 0 : 1;
     struct record_stream *stream = &optim_file->streams[which];
     const size_t begin =
-        round_up(stream->elems, elems < LARGE_SHARD_ELEMS ? (size_t)SHARD_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
+        zpp_round_up(stream->elems, elems < LARGE_SHARD_ELEMS ? (size_t)SHARD_ALIGN_ELEMS : (size_t)TIER_PAGE_ELEMS);
     shards[optim_file->shards_count] = (struct optim_file_shard){ .stream = which, .begin_elems = begin,
                                                                  .elems = elems };
     /* What comes after a large shard begins at a page, too, so that a record may end there. */
-    stream->elems = begin + (elems < LARGE_SHARD_ELEMS ? elems : round_up(elems, TIER_PAGE_ELEMS));
+    stream->elems = begin + (elems < LARGE_SHARD_ELEMS ? elems : zpp_round_up(elems, TIER_PAGE_ELEMS));
     stream->used_elems += elems;
     *shard = optim_file->shards_count++;
     return ZPP_OK;
@@ -85,7 +81,7 @@ zpp_status zpp_optim_file_add(zpp_optim_file *optim_file, size_t elems, bool mas
 void zpp_optim_file_hold(zpp_optim_file *optim_file) {
     for (int i = 0; i < 2; i++) {
         struct record_stream *stream = &optim_file->streams[i];
-        stream->hold_elems = stream->elems = round_up(stream->elems, TIER_PAGE_ELEMS);
+        stream->hold_elems = stream->elems = zpp_round_up(stream->elems, TIER_PAGE_ELEMS);
     }
 }
 
@@ -98,7 +94,7 @@ static bool cut_chunks(struct record_stream *stream, size_t until, size_t wanted
     size_t at = stream->chunks ? stream->begins[stream->chunks] : 0;
     if (end <= at) return true;
     const size_t rounded = (end - at + wanted_elems / 2) / wanted_elems, count = rounded ? rounded : 1;
-    const size_t length = round_up((end - at + count - 1) / count, TIER_PAGE_ELEMS);
+    const size_t length = zpp_round_up((end - at + count - 1) / count, TIER_PAGE_ELEMS);
     if (length > stream->chunk_elems) stream->chunk_elems = length;
     for (; at < end; at = at + length < end ? at + length : end) {
         size_t *begins =
@@ -118,7 +114,7 @@ static bool cut_stream(zpp_optim_file *optim_file, int which, size_t wanted_elem
     for (int i = 0; i < optim_file->shards_count; i++) {
         const struct optim_file_shard *shard = &optim_file->shards[i];
         if (shard->stream != which || shard->elems < LARGE_SHARD_ELEMS) continue;
-        const size_t end = shard->begin_elems + round_up(shard->elems, TIER_PAGE_ELEMS);
+        const size_t end = shard->begin_elems + zpp_round_up(shard->elems, TIER_PAGE_ELEMS);
         if (!cut_chunks(stream, shard->begin_elems, wanted_elems)) return false;
         if (!cut_chunks(stream, end, wanted_elems)) return false;
     }
@@ -136,11 +132,11 @@ static zpp_status lay_out_stream(zpp_optim_file *optim_file, int which, struct z
     const double moving_elems = (double)(stream->elems - stream->hold_elems);
     stream->held_elems = stream->hold_elems + (size_t)((1.0 - optim_file->options.fraction) * moving_elems) /
                          TIER_PAGE_ELEMS * TIER_PAGE_ELEMS;
-    stream->elems = round_up(stream->elems, TIER_PAGE_ELEMS);
+    stream->elems = zpp_round_up(stream->elems, TIER_PAGE_ELEMS);
     if (!stream->planes) stream->held_elems = stream->elems; /* no record has anything: nothing is to be read */
     const size_t on_disk_elems = stream->elems - stream->held_elems;
     size_t wanted_elems = optim_file->options.chunk_elems;
-    if (!wanted_elems) wanted_elems = round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
+    if (!wanted_elems) wanted_elems = zpp_round_up(on_disk_elems / LEAST_CHUNKS + 1, TIER_PAGE_ELEMS);
     if (!optim_file->options.chunk_elems && wanted_elems > CHUNK_ELEMS) wanted_elems = CHUNK_ELEMS;
     if (!cut_stream(optim_file, which, wanted_elems))
         return zpp_fail(err, ZPP_NOMEM, "tier: no memory for the records of %zu elements", on_disk_elems);

@@ -20,10 +20,6 @@ enum { NAP_NS = 50000 }; /* disks answer in 100 us and more */
 #define PATIENCE_NS UINT64_C(2000000000)
 #define GIVE_UP_NS UINT64_C(30000000000)
 
-static size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 static void nap(void) {
     const struct timespec time = { .tv_sec = 0, .tv_nsec = NAP_NS };
     nanosleep(&time, NULL);
@@ -66,10 +62,10 @@ zpp_status zpp_unit_file_add(zpp_unit_file *unit_file, size_t bytes, int *unit, 
     const size_t at = unit_file->ranks == 1 ? zpp_range_place(unit_file->mapping_bytes,
                                                               bytes) : unit_file->mapping_bytes;
     units[unit_file->units_count] =
-        (struct unit_file_unit){ .offset_bytes = at, .bytes = round_up(bytes, zpp_page_bytes()) };
+        (struct unit_file_unit){ .offset_bytes = at, .bytes = zpp_round_up(bytes, zpp_page_bytes()) };
     *unit = unit_file->units_count++;
     *offset_bytes = at;
-    unit_file->mapping_bytes = at + round_up(bytes, zpp_page_bytes());
+    unit_file->mapping_bytes = at + zpp_round_up(bytes, zpp_page_bytes());
     return ZPP_OK;
 }
 
@@ -93,7 +89,7 @@ enum { SUMS_ALIGN_BYTES = 64 };
 
 /* Return the bytes of the checksums of one part. */
 static size_t sums_bytes(uint64_t part_bytes) {
-    return round_up(zpp_checksums_shared_bytes(part_bytes), SUMS_ALIGN_BYTES);
+    return zpp_round_up(zpp_checksums_shared_bytes(part_bytes), SUMS_ALIGN_BYTES);
 }
 
 static uint64_t file_bytes(const zpp_unit_file *unit_file) {
@@ -112,7 +108,7 @@ static size_t all_sums_bytes(const zpp_unit_file *unit_file) {
 }
 
 static zpp_status make_shared_mapping(zpp_unit_file *unit_file, struct zpp_err *err) {
-    const size_t board_bytes = round_up((size_t)unit_file->units_count * sizeof(struct unit_file_board),
+    const size_t board_bytes = zpp_round_up((size_t)unit_file->units_count * sizeof(struct unit_file_board),
                                         zpp_page_bytes());
     /* These are addresses only: pages that are never written take no memory. */
     const size_t checksum_bytes = all_sums_bytes(unit_file);

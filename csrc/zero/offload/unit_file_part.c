@@ -23,10 +23,6 @@ struct zpp_unit_file_part {
     zpp_dtype dtype;
 };
 
-static size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 /* Values as the file has them, or memory. */
 static zpp_status begin_exact(zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t offset_bytes,
                               size_t bytes, zpp_unit_file_part *part, struct zpp_aio_fault *fault,
@@ -50,8 +46,8 @@ static zpp_status begin_span(zpp_unit_file *unit_file, const struct unit_file_un
                         first + part->elems, spec->block_elems);
     const size_t scales_bytes = zpp_quant_blocks(spec, part->elems) * sizeof(float);
     const size_t codes_bytes = zpp_quant_code_bytes(spec, part->elems);
-    part->codes_bytes = round_up(scales_bytes, zpp_page_bytes());
-    part->staging_bytes = part->codes_bytes + round_up(codes_bytes, zpp_page_bytes());
+    part->codes_bytes = zpp_round_up(scales_bytes, zpp_page_bytes());
+    part->staging_bytes = part->codes_bytes + zpp_round_up(codes_bytes, zpp_page_bytes());
     void *memory = NULL;
     zpp_status status = zpp_mem_alloc(part->staging_bytes, zpp_page_bytes(), &memory, err);
     if (status != ZPP_OK) return status;

@@ -17,10 +17,6 @@
 
 enum { PART_BYTES = 64 };
 
-static size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 /* --- what a quantised copy is ------------------------------------------------------------------------------------- */
 
 enum direction { MEASURE, MAKE, EXPAND };
@@ -49,13 +45,13 @@ static size_t walk(const zpp_unit_file *unit_file, const struct unit_file_unit *
     for (size_t i = 0; i <= unit->spans_count; i++) {
         const size_t next = i < unit->spans_count ? unit->spans[i].offset_bytes : unit->bytes;
         if (values) move_exact(direction, values + done, qcopy + at, next - done);
-        at += round_up(next - done, PART_BYTES);
+        at += zpp_round_up(next - done, PART_BYTES);
         if (i == unit->spans_count) break;
         const struct unit_file_span *span = &unit->spans[i];
-        const size_t codes = at + round_up(zpp_quant_blocks(spec, span->elems) * sizeof(float), PART_BYTES);
+        const size_t codes = at + zpp_round_up(zpp_quant_blocks(spec, span->elems) * sizeof(float), PART_BYTES);
         if (values)
             move_span(spec, span, direction, values + next, (float *)(void *)(qcopy + at), qcopy + codes);
-        at = codes + round_up(zpp_quant_code_bytes(spec, span->elems), PART_BYTES);
+        at = codes + zpp_round_up(zpp_quant_code_bytes(spec, span->elems), PART_BYTES);
         done = next + span->elems * zpp_dtype_bytes(span->dtype);
     }
     return at;
@@ -67,12 +63,12 @@ const struct unit_file_span *unit_file_qcopy_find(const zpp_unit_file *unit_file
     size_t at = 0, done = 0; /* as in walk */
     for (size_t i = 0; i < unit->spans_count && offset_bytes >= unit->spans[i].offset_bytes; i++) {
         const struct unit_file_span *span = &unit->spans[i];
-        at += round_up(span->offset_bytes - done, PART_BYTES);
+        at += zpp_round_up(span->offset_bytes - done, PART_BYTES);
         *at_bytes = at;
-        *codes_bytes = at + round_up(zpp_quant_blocks(spec, span->elems) * sizeof(float), PART_BYTES);
+        *codes_bytes = at + zpp_round_up(zpp_quant_blocks(spec, span->elems) * sizeof(float), PART_BYTES);
         done = span->offset_bytes + span->elems * zpp_dtype_bytes(span->dtype);
         if (offset_bytes < done) return span;
-        at = *codes_bytes + round_up(zpp_quant_code_bytes(spec, span->elems), PART_BYTES);
+        at = *codes_bytes + zpp_round_up(zpp_quant_code_bytes(spec, span->elems), PART_BYTES);
     }
     *at_bytes = at + (offset_bytes - done);
     return NULL;
@@ -155,7 +151,7 @@ zpp_status unit_file_qcopy_seal(zpp_unit_file *unit_file, struct zpp_err *err) {
     for (int i = held; i < unit_file->units_count; i++) {
         struct unit_file_unit *unit = &unit_file->units[i];
         unit->qcopy_offset_bytes = unit_file->qcopies_bytes;
-        unit->qcopy_bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_BLOCK_BYTES);
+        unit->qcopy_bytes = zpp_round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_BLOCK_BYTES);
         unit_file->qcopies_bytes += unit->qcopy_bytes;
         if (unit->qcopy_bytes > unit_file->staging_bytes) unit_file->staging_bytes = unit->qcopy_bytes;
     }
@@ -258,7 +254,7 @@ bool zpp_unit_file_keeps_qcopies(const zpp_unit_file *unit_file) {
 /* Round a unit that is held as values, through a quantised copy that is dropped again. */
 static zpp_status round_held(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *values,
                              struct zpp_err *err) {
-    const size_t bytes = round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_BLOCK_BYTES);
+    const size_t bytes = zpp_round_up(walk(unit_file, unit, MEASURE, NULL, NULL), ZPP_BLOCK_BYTES);
     void *qcopy = NULL;
     const zpp_status status = zpp_mem_alloc(bytes, zpp_page_bytes(), &qcopy, err);
     if (status != ZPP_OK) return status;

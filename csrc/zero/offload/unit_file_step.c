@@ -15,10 +15,6 @@
 
 enum { GAP_BYTES = 64, WINDOW_ELEMS = 512 * 1024, CARRY_BYTES = 1 << 20 };
 
-static size_t round_up(size_t value, size_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 /* The part of a segment that is in the file. */
 enum part { GRAD, PARAM, PARAM_OUT };
 struct place {
@@ -68,7 +64,7 @@ static bool add_place(const zpp_unit_file *unit_file, struct unit_file_window *w
         zpp_array_reserve(window->runs, window->runs_count, &window->runs_capacity, sizeof *runs);
     if (!runs) return false;
     window->runs = runs;
-    const size_t at = round_up(*used_bytes, ZPP_BLOCK_BYTES) + place->offset_bytes % ZPP_BLOCK_BYTES;
+    const size_t at = zpp_round_up(*used_bytes, ZPP_BLOCK_BYTES) + place->offset_bytes % ZPP_BLOCK_BYTES;
     window->runs[window->runs_count++] = (struct unit_file_run){
         .offset_bytes = place->offset_bytes, .bytes = place->bytes, .at_bytes = at,
         .reads = place->part != PARAM_OUT };
@@ -84,10 +80,10 @@ static zpp_status make_capacity(zpp_unit_file *unit_file, struct unit_file_windo
     window->memory = NULL;
     window->capacity_bytes = 0;
     void *memory = NULL;
-    const zpp_status status = zpp_aio_arena_alloc(arena, round_up(bytes, ZPP_BLOCK_BYTES), &memory, err);
+    const zpp_status status = zpp_aio_arena_alloc(arena, zpp_round_up(bytes, ZPP_BLOCK_BYTES), &memory, err);
     if (status != ZPP_OK) return status;
     window->memory = memory;
-    window->capacity_bytes = round_up(bytes, ZPP_BLOCK_BYTES);
+    window->capacity_bytes = zpp_round_up(bytes, ZPP_BLOCK_BYTES);
     return ZPP_OK;
 }
 
@@ -218,7 +214,7 @@ zpp_status zpp_unit_file_carry(zpp_unit_file *unit_file, const void *address, si
                                          "params: their file is closed with the model; prepare a new one");
     zpp_aio_arena *arena = zpp_aio_get_arena(unit_file->file.aio);
     const size_t most_bytes = bytes < CARRY_BYTES ? bytes : CARRY_BYTES;
-    const size_t capacity_bytes = round_up(most_bytes, ZPP_BLOCK_BYTES) + ZPP_BLOCK_BYTES;
+    const size_t capacity_bytes = zpp_round_up(most_bytes, ZPP_BLOCK_BYTES) + ZPP_BLOCK_BYTES;
     void *memory = NULL;
     zpp_status status = zpp_aio_arena_alloc(arena, capacity_bytes, &memory, err);
     if (status != ZPP_OK) return status;

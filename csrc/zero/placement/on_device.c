@@ -48,8 +48,7 @@ static void fini(zpp_zero *zero) {
 }
 
 static size_t qcopy_stride(const zpp_zero *zero, const struct zpp_unit *unit) {
-    const size_t line = ZPP_BUCKET_ALIGN_BYTES;
-    return (zpp_wire_param_qcopy_bytes(zero, unit) + line - 1) / line * line;
+    return zpp_round_up(zpp_wire_param_qcopy_bytes(zero, unit), ZPP_BUCKET_ALIGN_BYTES);
 }
 
 /* NCCL: the streams of gathers use it for one unit after the other. */
