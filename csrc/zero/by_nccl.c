@@ -84,13 +84,7 @@ static zpp_status submit_flags(zpp_zero *zero, struct zpp_unit_grad *grad, struc
     if (!grad->internode_memory)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu flags of unit %s", params, grad->unit->name);
     if (!grad->empty) memcpy(grad->internode_memory, zpp_bucket_flags(zero, grad->unit), params);
-    const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
-                                   .dtype = ZPP_U8,
-                                   .op = ZPP_MAX,
-                                   .dst = grad->internode_memory,
-                                   .elems = params,
-                                   .object = zpp_internode_object(zero, grad->unit)};
-    return zpp_comm_submit(zero->options.comm, &flags, NULL, NULL, &grad->internode_flags, err);
+    return zpp_internode_submit_flags(zero, grad, params, err);
 }
 
 static bool settled(const zpp_zero *zero, const struct zpp_unit_grad *grad) {

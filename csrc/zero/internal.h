@@ -364,6 +364,8 @@ zpp_status zpp_internode_gather_now(zpp_zero *zero, struct zpp_unit *unit, const
 void zpp_internode_drop(zpp_comm *comm, zpp_work **work);
 /* AGAIN (`wait` NULL) while it runs; then its status, and *work is freed and NULL. NULL is fine. */
 zpp_status zpp_internode_await(zpp_work **work, const struct zpp_wait *wait, struct zpp_err *err);
+/* Begin the maximum over the unit's ranks of `count` flags, the first bytes of grad->internode_memory. */
+zpp_status zpp_internode_submit_flags(zpp_zero *zero, struct zpp_unit_grad *grad, size_t count, struct zpp_err *err);
 /* Note which parameters have a gradient on any rank, of grad->internode_memory. Return false if none has. */
 bool zpp_internode_merge_present(struct zpp_unit_grad *grad);
 /* A few bytes of every rank, with what they are for. */

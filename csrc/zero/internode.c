@@ -177,6 +177,17 @@ static void join_origins(const zpp_zero *zero, struct zpp_unit_grad *grad) {
     zpp_origin_note(zero, grad, origins);
 }
 
+zpp_status zpp_internode_submit_flags(zpp_zero *zero, struct zpp_unit_grad *grad, size_t count, struct zpp_err *err) {
+    const struct zpp_unit *unit = grad->unit;
+    const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
+                                   .dtype = ZPP_U8,
+                                   .op = ZPP_MAX,
+                                   .dst = grad->internode_memory,
+                                   .elems = count,
+                                   .object = zpp_internode_object(zero, unit)};
+    return zpp_comm_submit(unit->group->comm, &flags, NULL, NULL, &grad->internode_flags, err);
+}
+
 zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
                                 unsigned char *bucket, struct zpp_err *err) {
     const struct zpp_unit *unit = grad->unit;
@@ -186,14 +197,7 @@ zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, con
         memcpy(grad->internode_memory, touched, unit->params);
         if (zpp_origin_nonfinite_params(unit, bucket, unit->grad_dtype, 0, unit->elems)) flag_origin(zero, grad);
     }
-    const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
-                                   .dtype = ZPP_U8,
-                                   .op = ZPP_MAX,
-                                   .dst = grad->internode_memory,
-                                   .elems = flags_count(unit),
-                                   .object = zpp_internode_object(zero, unit)};
-    if (unit->group->ranks > 1)
-        status = zpp_comm_submit(unit->group->comm, &flags, NULL, NULL, &grad->internode_flags, err);
+    if (unit->group->ranks > 1) status = zpp_internode_submit_flags(zero, grad, flags_count(unit), err);
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
 }
 
