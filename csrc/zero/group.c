@@ -80,13 +80,14 @@ static zpp_status check_same(const zpp_zero *zero, const struct zpp_group_spec *
 
 static zpp_status check_coordinator(const zpp_zero *zero, const char *name, struct zpp_err *err) {
     const bool files = zero->unit_file && zpp_internode(zero->options.comm);
-    const char *what = files ? "parameters in files over several hosts" : NULL;
-    if (zpp_zero_by_nccl(zero)) what = "accelerators whose shards NCCL moves";
+    const char *what = files ? "parameters in files over several hosts" : NULL, *instead = "keep parameters in memory";
+    if (zpp_zero_by_nccl(zero)) {
+        what = "accelerators whose shards NCCL moves";
+        instead = "use one host whose GPUs map each other";
+    }
     if (zero->sealed || zero->units_count)
         return zpp_fail(err, ZPP_STATE, "zero: group \"%s\" comes after the first unit", name);
     if (!what) return ZPP_OK;
-    const bool nccl = zpp_zero_by_nccl(zero);
-    const char *instead = nccl ? "use one host whose GPUs map each other" : "keep parameters in memory";
     return zpp_fail(err, ZPP_NOT_BUILT,
                     "zero: group \"%s\", whose ranks hold different parameters, with %s is not supported yet; %s", name,
                     what, instead);

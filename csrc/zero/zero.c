@@ -344,9 +344,12 @@ zpp_status zpp_zero_quantise_param(zpp_zero *zero, int index, size_t param, stru
 zpp_status zpp_zero_name_param(zpp_zero *zero, int index, size_t param, const char *text, size_t row_elems,
                                size_t first_row, struct zpp_err *err) {
     struct zpp_unit *unit = zero->units[index];
+    if (param >= unit->params)
+        return zpp_fail(err, ZPP_INVALID, "zero: the name of parameter %zu of unit %s, which has %zu", param,
+                        unit->name, unit->params);
     char *copy = strdup(text);
     if (!unit->names) unit->names = calloc(unit->params, sizeof *unit->names);
-    if (!copy || !unit->names || param >= unit->params) {
+    if (!copy || !unit->names) {
         free(copy);
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for the name of parameter %zu of unit %s", param, unit->name);
     }
