@@ -92,7 +92,6 @@ FROZEN_MODEL = "a model frozen and without an optimizer in prepare"
 JOB = "a model on some ranks of a job"
 IN_STAGE = "a model on some ranks of a pipeline's stage, or of a job without a pipeline"
 CUT = "parameters that are DTensors"
-TIED = "parameters that stages of a pipeline share"
 SPREAD = "modules whose parameters differ between ranks"
 ANOTHER = "another optimizer for a prepared model"
 
@@ -178,9 +177,6 @@ def _of_jobs() -> Iterator[Row]:
               "its step needs whole tensors, and a rank has a part of them", "use an element-wise optimizer such as AdamW")
     yield Row(CUT, YES, "Precision.stored", GIVEN,
               "rounded weights are read by zeropp's own modules", "leave it out")
-    for tier in ("params", "grads", "optimizer"):
-        yield Row(TIED, YES, f"Config.offload.{tier}.kind", these("nvme"),
-                  "the stages add gradients and take the first one's values in memory", "leave it on 'device', or untie them")
     yield Row(JOB, MORE_THAN_ONE, OPTIMIZER, kinds(*ONE_BIT),
               "its own sums are over the ranks that have the model, and the norm is of all", "use AdamW")
     yield Row(JOB, MORE_THAN_ONE, "Config.comm.secondary_shard", other_than(0),
