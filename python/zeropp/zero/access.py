@@ -14,7 +14,7 @@ from zeropp.comm.collective import broadcast
 from zeropp.comm.group import all_traffic
 from zeropp.errors import ConfigError, PartitionedParameterError
 from zeropp.zero.engine import Engine, engine_of
-from zeropp.zero.formulas import STATES_OF, model_states, pools_grads, sizes_of, tier_buffers
+from zeropp.zero.formulas import model_states, pools_grads, sizes_of, states_on_host, tier_buffers
 from zeropp.zero.model.init import is_sharded, whole_built
 from zeropp.zero.model.parameter import raise_strays, ref_of
 from zeropp.zero.model.part import Parts, parts_of, with_values, without_values
@@ -286,12 +286,10 @@ def _held(engine: Engine) -> Bytes:
 
 def _planned(engine: Engine, paper: dict[str, int]) -> Bytes:
     planned = _summed(part.planned_bytes(engine, paper) for part in engine.parts)
-    for on_host, kinds in STATES_OF.items():
-        pairs = zip(engine.units, sizes_of(engine, padded=False), strict=True)
-        theirs = model_states([size for unit, size in pairs if on_host in unit.on_host], False)
-        for kind in filter(theirs.get, kinds):
-            planned["cpu", kind] -= theirs[kind]
-            planned["pinned", kind] = theirs[kind]
+    sizes = sizes_of(engine, padded=False)
+    for kind, size in states_on_host((u.on_host, of_it) for u, of_it in zip(engine.units, sizes, strict=True)).items():
+        planned["cpu", kind] -= size
+        planned["pinned", kind] = size
     return planned
 
 

@@ -42,6 +42,7 @@ from zeropp.zero.model_state import (
     Entry,
     ParamStore,
     Unit,
+    has_params_on_host,
     shards_on_device,
     tensor_over,
 )  # fmt: skip
@@ -186,7 +187,7 @@ def _add_units(
             plan.name, DTYPES.index(plan.dtype), [numbers(p) for p in plan.params], plan.trainable,
             not plan.trainable and not plan.stays_frozen, place,
             *(DTYPES.index(dtype) for dtype in config.gradient_dtypes(plan.dtype)), group.index, plan.held, shared,
-            _has_params_on_host(plan, config, device),
+            has_params_on_host(plan.on_host, config, device),
         )  # fmt: skip
         for number, parameter in enumerate(plan.params):
             if place == FILE and shown(parameter) in quantised:
@@ -218,18 +219,13 @@ def _place(plan: UnitPlan, config: Config, comm: Any, host_copy: bool, device: t
     if loads_units(config):
         return WHOLE if small else FILE
     alone = comm is None and (device.type == "cpu" or shards_on_device(config, device))
-    if _has_params_on_host(plan, config, device):
+    if has_params_on_host(plan.on_host, config, device):
         return SHARD
     if config.stage < 3 or alone:
         return WHOLE
     if host_copy:
         return HOST
     return WHOLE if small else SHARD
-
-
-def _has_params_on_host(plan: UnitPlan, config: Config, device: torch.device) -> bool:
-    """Return True if a unit's shards are in memory of the host, where those of others are on the device."""
-    return "params" in plan.on_host and shards_on_device(config, device)
 
 
 def _functions() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from zeropp.zero.model_state import SHARD, ModelState, Unit
 PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 64 << 20
 """With prefetch="auto", this much may be in memory ahead of need: gathered units, and of loaded ones at least this much."""
-STATES_OF = {"params": ("params",), "optimizer": ("master", "optimizer")}
+_STATES_OF = {"params": ("params",), "optimizer": ("master", "optimizer")}
 """By kind of ``zeropp.Offload``: the kinds of bytes that follow it to memory of the host, of experts beside an accelerator."""
 _WINDOWS = 4
 """ZPP_UNIT_FILE_WINDOWS of csrc/zero/offload/unit_file.h."""
@@ -157,6 +157,16 @@ def pools_grads(in_backward: bool, grads_in_file: bool, stage: int, ranks: int) 
 def split(engine: ModelState, paper: dict[str, int], kind: str, fraction: float) -> tuple[int, int]:
     """Return (bytes in memory, bytes in the file) of a kind of state of which a fraction is offloaded, of units that are not held."""
     return split_units(sizes_of(engine, padded=False), paper, kind, fraction)
+
+
+def states_on_host(units: Iterable[tuple[tuple[str, ...], UnitSizes]]) -> dict[str, int]:
+    """Return what units keep in memory of the host beside an accelerator, by kind of bytes; ``units``: each with its ``on_host``."""
+    pairs = list(units)
+    found: dict[str, int] = {}
+    for on_host, kinds in _STATES_OF.items():
+        theirs = model_states([size for has, size in pairs if on_host in has], False)
+        found.update((kind, theirs[kind]) for kind in kinds if theirs[kind])
+    return found
 
 
 def split_units(units: Sequence[UnitSizes], total: dict[str, int], kind: str, fraction: float) -> tuple[int, int]:

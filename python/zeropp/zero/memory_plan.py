@@ -47,7 +47,6 @@ from zeropp.parallel.parts import MeshSizes, between_ranks, mesh_sizes, sharers_
 from zeropp.zero import device_plan
 from zeropp.zero.formulas import (
     READ_AHEAD_BYTES,
-    STATES_OF,
     UnitSizes,
     delayed_bytes,
     elem_bytes,
@@ -59,13 +58,15 @@ from zeropp.zero.formulas import (
     read_ahead_bytes,
     shares_host_copy,
     split_units,
+    states_on_host,
     tier_buffers,
     tier_of,
     wire_bytes,
 )  # fmt: skip
 from zeropp.zero.model.accelerator import check_accelerator, check_experts, device_of
+from zeropp.zero.model.spread import mark_tiers
 from zeropp.zero.model.units import UnitPlan, numbers, plan_units, refuse_lazy
-from zeropp.zero.model_state import CPU, shards_on_device
+from zeropp.zero.model_state import CPU, has_params_on_host, shards_on_device
 from zeropp.zero.offload import weight_quant
 
 STATES = {
@@ -360,10 +361,7 @@ def _by_tier(units: list[_Sizes], held: dict[str, int], run: _Run) -> device_pla
 
 def _with_host(there: dict[str, int], units: list[_Sizes], run: _Run) -> device_plan.Tiers:
     """Return what is held by tier, of all that is on the device but what units of experts have in memory of the host."""
-    pinned: dict[str, int] = {}
-    for on_host, kinds in STATES_OF.items():
-        theirs = model_states([unit for unit in units if on_host in unit.plan.on_host], False)
-        pinned.update((kind, theirs[kind]) for kind in kinds if theirs[kind])
+    pinned = states_on_host((unit.plan.on_host, unit) for unit in units)
     if not pinned:
         return {"device": there, "cpu": {}}
     rest = {kind: size - pinned.get(kind, 0) for kind, size in there.items()}
@@ -427,9 +425,7 @@ def _plans(model: nn.Module, config: Config, sizes: MeshSizes | None, division: 
     own, apart = ({}, ()) if division is None else (division.parts, division.apart)
     parts = own if sizes is None else {**slices_of(model, sizes, own), **own}
     plans = plan_units(model, config.units, dtype, config.ignored, parts, apart)
-    for plan in plans:
-        if division is not None:
-            plan.held, plan.on_host = division.is_held(plan.params), division.on_host(plan.params)
+    mark_tiers(plans, division)
     if not plans:
         raise ConfigError(f"estimate: {type(model).__name__} has no parameters, so there is nothing to partition")
     if config.stored_name is not None:
@@ -540,8 +536,7 @@ def _sizes(plan: UnitPlan, run: _Run) -> _Sizes:
     elems, shard_elems = _C.unit_layout([numbers(p) for p in plan.params], plan.dtype.itemsize, ranks)
     small = plan.replicates(config.units)
     in_file = loads_units(config) and not small
-    on_host = "params" in plan.on_host and shards_on_device(config, run.device)
-    moves = on_host or (run.moves_units and not (small or in_file))
+    moves = has_params_on_host(plan.on_host, config, run.device) or (run.moves_units and not (small or in_file))
     own_elems = elems if run.steps_whole else shard_elems
     stays, travels = config.gradient_dtypes(plan.dtype)
     params_wire_bytes = _wire_bytes(config.comm.params, plan.dtype, shard_elems, run)

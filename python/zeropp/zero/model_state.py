@@ -335,9 +335,7 @@ class Unit:
     first_param: int = 0  # number of its first parameter in the model
     stays_frozen: str = ""  # of one that is not trainable: why it cannot be unfrozen; empty: it can
     held: bool = False  # it stays in memory, where other units have states in files
-    on_host: tuple[
-        str, ...
-    ] = ()  # params, optimizer: in page-locked memory of the host, which the GPU reads and writes
+    on_host: tuple[str, ...] = ()  # params, optimizer: in page-locked memory of the host, for the GPU
     locker: Any = None  # the core in C, which makes such memory, and keeps it until it ends
     locked: dict[str, torch.Tensor] = field(default_factory=dict)  # what it made, by name; it is used again
     tied: tuple[int, ...] = ()  # the ranks of a pipeline that hold its one parameter, where several do
@@ -463,3 +461,8 @@ class ModelState:
     def moments(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return the optimizer's states of one unit, of ``shard`` length, by torch's names."""
         return unit.states_in.states(unit)
+
+
+def has_params_on_host(on_host: tuple[str, ...], config: Config, device: torch.device) -> bool:
+    """Return True if a unit's shards are in memory of the host, where those of others are on the device."""
+    return "params" in on_host and shards_on_device(config, device)

@@ -43,7 +43,7 @@ from zeropp.zero.model.init import data_sharers, is_sharded, share_among
 from zeropp.zero.model.parameter import engines, is_dtensor, raise_strays, ref_of
 from zeropp.zero.model.part import Division
 from zeropp.zero.model.same import check_same_config, check_same_lines, check_same_model, gather_bytes
-from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, modules_of, spreads_of
+from zeropp.zero.model.spread import Spread, check_spreads, mark_plans, mark_tiers, modules_of, spreads_of
 from zeropp.zero.model.units import UnitPlan, entries_of, ignored_parameters, plan_units, refuse_lazy
 from zeropp.zero.model_state import DTYPES
 from zeropp.zero.step import custom
@@ -200,7 +200,8 @@ def _plan(
     apart = [*modules_of(spreads), *apart]
     alone = [tie.param for tie in ties]
     plans = plan_units(model, config.units, _param_dtype(config), config.ignored, parts, apart, alone)
-    mark_plans(plans, spreads, division)
+    mark_plans(plans, spreads)
+    mark_tiers(plans, division)
     tied.mark_plans(plans, ties)
     facts |= _cut_facts(plans)
     compat.check(facts)

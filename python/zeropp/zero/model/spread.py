@@ -106,9 +106,9 @@ def check_spreads(spreads: Sequence[Spread], model: nn.Module, comm: Any) -> Non
                 )
 
 
-def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread], division: Division | None = None) -> None:
+def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread]) -> None:
     """Note in each plan which spread its parameters are of: ``plan.spread``, counted from 1. Parts of parameters are of the one without
-    modules that has as many parts. Note too which plans stay in memory, where the files are those of a division's parameters."""
+    modules that has as many parts."""
     of = {p: at for at, spread in enumerate(spreads, 1) for module in spread.modules for p in module.parameters()}
     of_parts = {spread.parts: at for at, spread in enumerate(spreads, 1) if not spread.modules}
     for plan in plans:
@@ -119,8 +119,14 @@ def mark_plans(plans: Iterable[UnitPlan], spreads: Sequence[Spread], division: D
                 "parameters differ between ranks cannot be shared with a module outside"
             )
         plan.spread = found.pop() if found else 0
-        if division is not None:
-            plan.held, plan.on_host = division.is_held(plan.params), division.on_host(plan.params)
+
+
+def mark_tiers(plans: Iterable[UnitPlan], division: Division | None) -> None:
+    """Note in each plan where its states are, beside those of a division's parameters: ``plan.held``, ``plan.on_host``."""
+    if division is None:
+        return
+    for plan in plans:
+        plan.held, plan.on_host = division.is_held(plan.params), division.on_host(plan.params)
 
 
 def make_groups(core: Any, ranks: JobRanks, spreads: Sequence[Spread]) -> list[Group]:
