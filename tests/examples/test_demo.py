@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import simulated
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one), "OMP_NUM_THREADS": "1"}
@@ -159,11 +160,7 @@ def test_half_of_the_free_disk_is_not_taken_unasked(tmp_path):
 
 def test_demo_trains_on_a_simulated_gpu(tmp_path):
     """Every process has the device as one that a package brings: torch loads what the entry points "torch.backends" name."""
-    import sim_build
-
-    if why_not := sim_build.why_no_torch_device():
-        pytest.skip(why_not)
-    sim_build.torch_device()
+    simulated("sim")
     package = tmp_path / "package"
     (package / "simulated-0.dist-info").mkdir(parents=True)
     (package / "simulated-0.dist-info" / "METADATA").write_text("Name: simulated\nVersion: 0\n")

@@ -192,7 +192,7 @@ def test_experts_of_several_ranks(kind: str) -> None:
 @on_ranks(1, devices=("sim", "sim-lazy"))
 def test_more_experts_than_stagings() -> None:
     """Through one staging every expert waits for the copy of the one before; through several they wait in turns. The cache of a GPU is on
-    the GPU, and a pass on another stream comes after the one that filled it."""
+    the GPU."""
     ids = batch(0, 0, rows=1, length=12)
     with folder() as path, torch.no_grad():
         wanted = build()(ids).logits
