@@ -379,6 +379,15 @@ def test_trains_on_gpus(optimizer: str, stage: int, micro: int) -> None:
         assert max(map(abs, off)) < CLOSE
 
 
+@on_ranks(2, devices=("sim-lazy",))
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_trains_on_gpus_where_nccl_moves_the_shards(stage: int) -> None:
+    with one_thread():
+        model, plain, off = trained_on_gpu("AdamW", 0.01, stage=stage, comm=zeropp.Comm(gather="nccl"))
+        same(cpu(zeropp.full_state_dict(model)), cpu(plain.state_dict()))
+        assert max(map(abs, off)) < CLOSE
+
+
 @on_ranks(1, 2, devices=("sim-lazy",))
 def test_stage_0_and_the_step_in_the_backward_on_gpus() -> None:
     with one_thread():
