@@ -57,7 +57,7 @@ static zpp_aio_request *new_request(zpp_aio *aio, const struct zpp_aio_job *job)
 static void bound_files(zpp_aio *aio, struct zpp_file *wanted, struct zpp_file *dropped) {
     pthread_mutex_lock(&aio->lock);
     if (wanted) ++wanted->refs;
-    if (dropped && dropped->refs == 0) zpp_aio_close_file(aio, dropped);
+    if (dropped) zpp_aio_drop_file(aio, dropped);
     while (aio->files.count > IDLE_FILES) {
         struct zpp_file *idle = zpp_files_take(&aio->files, NULL);
         if (!idle) break;
@@ -348,11 +348,9 @@ void zpp_aio_forget(zpp_aio *aio, const char *path) {
     struct zpp_err err = ZPP_ERR_INIT;
     if (usable(aio, &err) != ZPP_OK) return;
     pthread_mutex_lock(&aio->files_lock);
-    for (struct zpp_file *file; (file = zpp_files_take(&aio->files, path));) {
-        pthread_mutex_lock(&aio->lock);
-        if (file->refs == 0) zpp_aio_close_file(aio, file);
-        pthread_mutex_unlock(&aio->lock);
-    }
+    pthread_mutex_lock(&aio->lock);
+    for (struct zpp_file *file; (file = zpp_files_take(&aio->files, path));) zpp_aio_drop_file(aio, file);
+    pthread_mutex_unlock(&aio->lock);
     zpp_files_drop_checksums(&aio->files, path);
     pthread_mutex_unlock(&aio->files_lock);
 }

@@ -305,7 +305,6 @@ static struct zpp_file *take(struct zpp_files *files, struct zpp_file **link) {
     struct zpp_file *file = *link;
     *link = file->next;
     file->next = NULL;
-    file->gone = true;
     --files->count;
     return file;
 }

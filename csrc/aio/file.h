@@ -67,10 +67,10 @@ struct zpp_file {
     uint64_t stripe_bytes; /* 0: one part */
     bool writable;
     bool checksummed; /* some part has checksums */
-    bool gone; /* out of the table; closed with its last request */
     /* below: guarded by the engine's lock */
-    size_t refs;                 /* outstanding requests */
-    bool dirty;                  /* written since the last durable flush */
+    bool gone;                       /* out of the table; closed with its last request */
+    size_t refs;                     /* outstanding requests */
+    bool dirty;                      /* written since the last durable flush */
     struct zpp_aio_hazards *hazards; /* a reference, from the first request on; request.c */
 };
 
@@ -86,12 +86,12 @@ struct zpp_files {
 };
 
 /* Return the file for a request, opened (and for writing created) or taken from the table. A file that was replaced or
- * removed since is not used again: it leaves the table (`gone`), and `dropped` gets the list of those that the caller
- * must close once their `refs` are 0. On failure `fault` and `err` say why. */
+ * removed since is not used again: it leaves the table, and `dropped` gets it; the caller must set `gone`, and
+ * close it once its `refs` are 0. On failure `fault` and `err` say why. */
 zpp_status zpp_files_get(struct zpp_files *files, const char *path, bool write, struct zpp_file **out,
                          struct zpp_file **dropped, struct zpp_aio_fault *fault, struct zpp_err *err);
 /* Take a file out of the table: by path, however it was spelled, or the least recently used that has no requests (path
- * NULL). Return NULL if there is none. */
+ * NULL; under the engine's lock). Return NULL if there is none. */
 struct zpp_file *zpp_files_take(struct zpp_files *files, const char *path);
 /* Return the bytes that one of `parts` parts has of a file of `bytes`. `stripe_bytes` 0: there is one part. */
 uint64_t zpp_file_part_bytes(unsigned parts, uint64_t stripe_bytes, unsigned part, uint64_t bytes);

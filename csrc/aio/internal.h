@@ -143,6 +143,7 @@ void zpp_aio_unqueue(zpp_aio *aio, zpp_aio_request *request);
 void zpp_aio_unref(zpp_aio_request *request); /* the caller releases the request's reference to the engine */
 struct zpp_aio_failure *zpp_aio_new_failure(zpp_aio_request *request); /* NULL: there is one already, or no memory */
 void zpp_aio_close_file(zpp_aio *aio, struct zpp_file *file); /* it has no requests; frees its slots in the ring */
+void zpp_aio_drop_file(zpp_aio *aio, struct zpp_file *file);  /* it left the table: its last request closes it */
 void zpp_aio_unref_file(zpp_aio *aio, struct zpp_file *file); /* the last one closes a file that left the table */
 /* request.c; no lock held. */
 void zpp_aio_tell_lock(zpp_aio *aio, int os_errno); /* once */

@@ -217,6 +217,11 @@ void zpp_aio_close_file(zpp_aio *aio, struct zpp_file *file) {
     zpp_file_close(&aio->sys, file);
 }
 
+void zpp_aio_drop_file(zpp_aio *aio, struct zpp_file *file) {
+    file->gone = true;
+    if (file->refs == 0) zpp_aio_close_file(aio, file);
+}
+
 void zpp_aio_unref_file(zpp_aio *aio, struct zpp_file *file) {
     if (--file->refs == 0 && file->gone) zpp_aio_close_file(aio, file);
 }

@@ -162,6 +162,35 @@ static void replaced_files_on(enum zpp_aio_backend backend) {
 }
 ON_EACH(replaced_files)
 
+/* A file that is open for reading leaves the table when somebody writes it, while its last request ends. Nothing but the
+ * engine's lock may order the two: the test waits by time, and ThreadSanitizer judges. */
+static void reopened_files_on(enum zpp_aio_backend backend) {
+    enum { BYTES = 4096, PAUSE_US = 2000, ROUNDS = 20 };
+    char old[BYTES], fresh[BYTES], seen[BYTES];
+    const char *path = in_folder("reopened");
+    zpp_aio *aio = new_engine(plain_config(backend));
+    struct zpp_err err = ZPP_ERR_INIT;
+    for (int round = 0; round < ROUNDS; ++round) {
+        memset(old, 2 * round, BYTES);
+        memset(fresh, 2 * round + 1, BYTES);
+        move(aio, true, path, old, BYTES, 0);
+        zpp_aio_forget(aio, path);
+        zpp_aio_request *reading = begin(aio, false, path, seen, BYTES, 0);
+        if (round % 2) usleep(PAUSE_US);
+        zpp_aio_request *writing = begin(aio, true, path, fresh, BYTES, 0);
+        CHECK_OK(finish(reading, &err, NULL));
+        CHECK(memcmp(seen, old, BYTES) == 0);
+        CHECK_OK(finish(writing, &err, NULL));
+        move(aio, false, path, seen, BYTES, 0);
+        CHECK(memcmp(seen, fresh, BYTES) == 0);
+    }
+    struct zpp_aio_figures figures;
+    zpp_aio_figures(aio, &figures);
+    CHECK_EQUAL(figures.open_files, 1);
+    zpp_aio_destroy(aio);
+}
+ON_EACH(reopened_files)
+
 static void many_files_on(enum zpp_aio_backend backend) {
     zpp_aio *aio = new_engine(plain_config(backend));
     enum { FILES = 400, BYTES = 5000 };
@@ -529,6 +558,7 @@ int main(int argc, char **argv) {
         TEST(same_bytes_in_order),
         TEST(stripes),
         TEST(replaced_files),
+        TEST(reopened_files),
         TEST(many_files),
         TEST(arena_gives_exact_sizes),
         TEST(waits_end),
