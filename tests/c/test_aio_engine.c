@@ -162,8 +162,8 @@ static void replaced_files_on(enum zpp_aio_backend backend) {
 }
 ON_EACH(replaced_files)
 
-/* A file that is open for reading leaves the table when somebody writes it, while its last request ends. Nothing but the
- * engine's lock may order the two: the test waits by time, and ThreadSanitizer judges. */
+/* A file that is open for reading leaves the table when somebody writes it, while its last request ends. Nothing but
+ * the engine's lock may order the two: the test waits by time, and ThreadSanitizer judges. */
 static void reopened_files_on(enum zpp_aio_backend backend) {
     enum { BYTES = 4096, PAUSE_US = 2000, ROUNDS = 20 };
     char old[BYTES], fresh[BYTES], seen[BYTES];
