@@ -208,6 +208,28 @@ def test_more_experts_than_stagings() -> None:
         on_demand.STAGINGS = kept
 
 
+@on_ranks(1, devices=("sim", "sim-lazy"))
+def test_a_layer_on_two_streams() -> None:
+    """A layer that is called on another stream finds the experts that the call before copied to the GPU, and waits for their copies."""
+    with folder() as path, torch.no_grad():
+        plain = build().model.layers[0].mlp.experts
+        routed = torch.randn(12, 64), torch.arange(24).view(12, 2) % EXPERTS, torch.full((12, 2), 0.5)
+        wanted = plain(*routed)
+        torch.accelerator.synchronize()  # the next model's seed is set on the host
+        model, _ = prepared(path, "2MiB")
+        experts = model.model.layers[0].mlp.experts
+        main, side = torch.accelerator.current_stream(), torch.Stream(device=wanted.device)
+        side.wait_stream(main)
+        with side:
+            on_side = experts(*routed)
+        reads = demand_of(model).reads
+        on_main = experts(*routed)
+        assert demand_of(model).reads == reads, "the second call read experts again"
+        torch.testing.assert_close(on_main, wanted, rtol=BOUND, atol=BOUND)
+        main.wait_stream(side)
+        torch.testing.assert_close(on_side, wanted, rtol=BOUND, atol=BOUND)
+
+
 @on_ranks(1, devices=("cpu", "sim"))
 def test_a_disk_error_names_the_expert() -> None:
     with folder() as path:

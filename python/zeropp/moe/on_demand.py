@@ -139,12 +139,14 @@ class Cache:
             self._version = self.engine.version
 
     def _follow(self) -> None:
-        """Order torch's current stream after the one that computed with the experts last."""
+        """Keep memory of experts from torch's allocator until the stream that computes with them now is done with it, too.
+
+        The hook of the module that computes has made this stream wait for the one before.
+        """
         if self._stagings is None:
             return
         current = torch.accelerator.current_stream(self.device)
         if self._stream is not None and current != self._stream:
-            current.wait_stream(self._stream)
             for memory in (*(one.memory for one in self._held.values()), *itertools.chain(*self._free.values())):
                 memory.record_stream(current)
         self._stream = current
