@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -101,6 +102,15 @@ def test_reads_the_experts_that_tokens_chose(ranks: int) -> None:
                     expert,
                 )
                 torch.testing.assert_close(logits, wanted, rtol=BOUND, atol=BOUND)
+            tier = "cpu" if ids.device.type == "cpu" else "device"
+            counted = zeropp.memory(model)[tier]["expert_cache"]
+            assert counted["planned"] == demand_of(model).most_bytes
+            assert 0 < counted["held"] <= counted["planned"] + on_demand.SPARE * (expert + 4096)
+            with torch.device("meta"):
+                empty = build()
+            config = dataclasses.replace(engine_of(model).config, device=ids.device.type)
+            said = zeropp.estimate(empty, ranks=ranks, config=config, optimizer="none")
+            assert said[tier]["expert_cache"] == counted["planned"]
 
 
 @on_ranks(1)
@@ -205,6 +215,13 @@ def test_more_experts_than_stagings() -> None:
             held = demand_of(model)._held.values()
             assert held
             assert all(one.memory.device == ids.device and one.staging is None for one in held)
+            expert_bytes = next(iter(held)).memory.nbytes
+            counted = zeropp.memory(model)
+            spare = counted["device"]["expert_cache"]["held"] - len(held) * expert_bytes
+            assert spare in [count * expert_bytes for count in range(on_demand.SPARE + 1)]
+            assert counted["pinned"]["expert_cache"]["held"] in [
+                count * expert_bytes for count in range(1, stagings + 1)
+            ]
         on_demand.STAGINGS = kept
 
 
@@ -242,7 +259,7 @@ def test_a_disk_error_names_the_expert() -> None:
         with torch.no_grad(), pytest.raises(zeropp.TierError, match=sentence) as error:
             module(torch.ones(1, 64), torch.tensor([[5]]), torch.ones(1, 1))
         assert error.value.path is not None
-        assert demand_of(model).held_bytes == 0
+        assert not demand_of(model)._held
 
 
 @on_ranks(1, 2, devices=("cpu", "sim"))

@@ -68,6 +68,11 @@ class Division:
         return [] if self.cache_bytes is None and self.offload is None else [layer.module for layer in self.layers]
 
     @property
+    def cache_held(self) -> dict[str, int]:
+        """Return the most that experts on demand take, as zeropp.estimate names it."""
+        return {} if self.cache_bytes is None else {"expert_cache": self.cache_bytes}
+
+    @property
     def counts(self) -> list[int]:
         """Return the different numbers of parts that parameters are in."""
         return sorted({parts.spread for part in self.parts.values() if (parts := parts_of(part)) is not None})
@@ -90,6 +95,7 @@ class Division:
         """Let the modules compute with this rank's experts, on rows of all ranks."""
         cache = None if self.cache_bytes is None else Cache(engine, self.cache_bytes)
         if cache is not None:
+            engine.expert_cache = cache
             engine.core.set_on_demand(bytes(parts_of(unit.params[0].param) is not None for unit in engine.units))
         for number, (layer, ranks) in enumerate(zip(self.layers, self.ranks, strict=True)):
             if getattr(layer.module, layer.keys[0]) not in self.parts:

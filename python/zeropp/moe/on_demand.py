@@ -34,6 +34,7 @@ from zeropp.errors import ConfigError, TierError
 from zeropp.zero.formulas import rounded
 from zeropp.zero.model.forward import WrappedCall
 from zeropp.zero.model.parameter import ref_of
+from zeropp.zero.model_state import Bytes, ModelState, Part
 from zeropp.zero.offload.weight_quant import BLOCK_ELEMS
 
 ALIGN_BYTES = 4096
@@ -89,8 +90,13 @@ class Stagings:
     def give(self, staging: Staging) -> None:
         self._free[staging.memory.nbytes].append(staging)
 
+    @property
+    def made_bytes(self) -> int:
+        """Return the bytes of all stagings, in use or not."""
+        return sum(size * count for size, count in self._made.items())
 
-class Cache:
+
+class Cache(Part):
     """The experts of one model that are in memory on this rank, the one that was used last at the end.
 
     Args:
@@ -100,7 +106,7 @@ class Cache:
 
     def __init__(self, engine: Any, most_bytes: int) -> None:
         self.engine, self.most_bytes = engine, most_bytes
-        self.held_bytes = 0
+        self._experts_bytes = 0
         self.hits = self.reads = 0
         self._held: OrderedDict[Key, Expert] = OrderedDict()
         self._free: dict[int, list[Tensor]] = {}
@@ -110,6 +116,20 @@ class Cache:
         self._stagings = None if self.device.type == "cpu" else Stagings(self.device)
         self._stream: torch.Stream | None = None
         """Of a GPU: the one that computed with the experts last."""
+
+    def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
+        return {(self._tier, "expert_cache"): self.most_bytes}
+
+    def held_bytes(self, engine: ModelState) -> Bytes:
+        spare_bytes = sum(memory.nbytes for memory in itertools.chain(*self._free.values()))
+        held: Bytes = {(self._tier, "expert_cache"): self._experts_bytes + spare_bytes}
+        if self._stagings is not None:
+            held["pinned", "expert_cache"] = self._stagings.made_bytes
+        return held
+
+    @property
+    def _tier(self) -> str:
+        return "cpu" if self._stagings is None else "device"
 
     def each(self, layer: DemandLayer, chosen: list[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yield the chosen experts, in their order, each with its values; these are good until the next one is asked for.
@@ -164,7 +184,7 @@ class Cache:
         if self._stagings is not None and staging is None:
             return False
         self.reads += 1
-        self.held_bytes += layer.expert_bytes
+        self._experts_bytes += layer.expert_bytes
         one = layer.memory(self._free.get(layer.expert_bytes, []))
         one.staging = staging
         self._held[key] = one
@@ -176,7 +196,7 @@ class Cache:
     def _drop_oldest(self, layer: DemandLayer, needed: list[int], now: bool) -> bool:
         """Drop the oldest experts until there is memory for one. False: only those that are ``needed`` are left; with ``now`` they go, too."""
         keep = {(layer.number, one) for one in needed}
-        while self.held_bytes + layer.expert_bytes > self.most_bytes:
+        while self._experts_bytes + layer.expert_bytes > self.most_bytes:
             oldest = next((one for one in self._held if one not in keep), None)
             if oldest is None and not now:
                 return False
@@ -202,7 +222,7 @@ class Cache:
 
     def _drop(self, key: Key) -> None:
         one = self._held.pop(key)
-        self.held_bytes -= one.memory.nbytes
+        self._experts_bytes -= one.memory.nbytes
         one.parts.clear()  # waits for what is under way
         self._give(one)
         self._free.setdefault(one.memory.nbytes, []).append(one.memory)

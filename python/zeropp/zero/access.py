@@ -231,7 +231,8 @@ def memory(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     way at once), ``tier_buffers`` (what an offloaded step streams through, planned, too), ``activations``
     (on their way to the disk or back, and there), ``scratch`` (of the steps of LAMB and the one-bit optimizers), ``delayed`` (values
     and gradients of an update that runs beside the next pass; planned, too), ``checksums`` (of files), ``away`` (states that
-    :func:`zeropp.offload_states` put on the disk for a while).
+    :func:`zeropp.offload_states` put on the disk for a while), ``expert_cache`` (of ``Experts(cache=)``; planned: the most that experts may
+    take; held: with memory that waits for the next ones, and in ``"pinned"`` what experts on their way to a GPU are read to).
     ``bytes_per_parameter`` compares the sum over the tiers with the paper's formula.
     """
     engine = engine_of(model)

@@ -212,11 +212,12 @@ class Engine(ModelState):
         self.arrivals: list[Arrivals] = []  # of the units of DTensors
         self.unfreezing: Any = None  # build.py makes it; it knows the strategies
         self.ties = Ties(self, ())
+        self.expert_cache = Part()  # Experts(cache=) has one that holds experts
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """Return all that holds bytes of this model, in the order in which it is closed."""
-        return (self.schedule, self.strategy, self.states, self.params, self.grads, self.activations)
+        return (self.schedule, self.strategy, self.states, self.params, self.grads, self.activations, self.expert_cache)
 
     @property
     def rank_names(self) -> list[int]:

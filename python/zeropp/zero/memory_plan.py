@@ -215,7 +215,7 @@ def estimate(
         their way: at most); ``autograd`` (gradients of the two largest parameters, before they are in a bucket);
         ``tier_buffers`` (with something on NVMe: what a step streams through, and shards of gradients that wait for
         the next backward); with ``step_in_backward`` the ``grads`` of two units; ``delayed`` (with
-        ``delayed_update``: new values and gradients of the update under way). Where a tier has several folders,
+        ``delayed_update``: new values and gradients of the update under way); ``expert_cache`` (of ``Experts(cache=)``). Where a tier has several folders,
         ``folders`` says the bytes in each (``{folder: bytes}``), and each moves its share of ``traffic["nvme"]``.
         With ``Config.experts`` also ``experts``: ``parameters`` of all of them, and ``of_a_token`` of those that one chooses; ``states``:
         bytes of model states of experts, of which ranks have different ones, on one rank; ``token_bytes`` that a token moves in a forward
@@ -329,6 +329,7 @@ def _of_ranks(
     }  # fmt: skip
     if division is not None:
         answer["experts"] = _experts(model, division, units)
+        answer["cpu" if run.device.type == "cpu" else "device"].update(division.cache_held)
     answer["gradients"] = sum(unit.plan.numel * unit.grad_bytes for unit in all_units if unit.trainable)
     if any(len(getattr(config.offload, kind).folders) > 1 for kind in ("params", "grads", "optimizer")):
         answer["folders"] = _folders(config, in_file, delayed)
