@@ -117,8 +117,8 @@ int zpp_zero_job_ranks(const zpp_zero *zero) {
 
 /* --- the step ----------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
-                               struct zpp_err *err) {
+static zpp_status step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
+                             struct zpp_err *err) {
     zpp_status status = zpp_zero_release_all(zero, err);
     if (status == ZPP_OK && zero->placement->settle) status = zero->placement->settle(zero, wait, err);
     if (status != ZPP_OK) return status;
@@ -133,6 +133,11 @@ zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, c
     zero->step_ns = zpp_span_begin();
     zero->stepping = status == ZPP_OK;
     return status;
+}
+
+zpp_status zpp_zero_step_begin(zpp_zero *zero, uint64_t vote, uint64_t *votes, const struct zpp_wait *wait,
+                               struct zpp_err *err) {
+    return zpp_unit_noticed(NULL, "the step", step_begin(zero, vote, votes, wait, err), err);
 }
 
 zpp_status zpp_zero_agree(zpp_zero *zero, const void *mine, size_t bytes, void *all, const struct zpp_wait *wait,
@@ -166,7 +171,7 @@ static zpp_status collect(zpp_zero *zero, bool by_grads, const struct zpp_wait *
     return ZPP_OK;
 }
 
-zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wait *wait, struct zpp_err *err) {
+static zpp_status step_end(zpp_zero *zero, bool by_grads, const struct zpp_wait *wait, struct zpp_err *err) {
     zpp_span_end(zero->step_ns, ZPP_SPAN_STEP, "step", 0);
     zero->step_ns = 0;
     zero->stepping = false;
@@ -178,6 +183,10 @@ zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wai
     if (status == ZPP_OK) zpp_span_end(began_ns, ZPP_SPAN_WAIT, "until all ranks have stepped", 0);
     if (status != ZPP_OK || zero->options.stage == 0) return status;
     return collect(zero, by_grads, wait, err);
+}
+
+zpp_status zpp_zero_step_end(zpp_zero *zero, bool by_grads, const struct zpp_wait *wait, struct zpp_err *err) {
+    return zpp_unit_noticed(NULL, "the step", step_end(zero, by_grads, wait, err), err);
 }
 
 /* --- the model's buffers ------------------------------------------------------------------------------------------ */

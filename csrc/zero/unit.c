@@ -97,13 +97,14 @@ const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capac
 }
 
 zpp_status zpp_unit_noticed(const struct zpp_unit *unit, const char *doing, zpp_status status, struct zpp_err *err) {
-    char words[ZPP_UNIT_WORDS];
+    char words[ZPP_UNIT_WORDS], at[ZPP_UNIT_WORDS + 8] = "";
     if (status != ZPP_DEVICE || !err) return status;
     const struct zpp_err said = *err;
+    if (unit) snprintf(at, sizeof at, "at %s ", zpp_unit_words(unit, words, sizeof words));
     return zpp_fail(err, status,
-                    "%s; noticed at %s in %s, so what ran on the GPU before is at fault: CUDA_LAUNCH_BLOCKING=1 in the "
+                    "%s; noticed %sin %s, so what ran on the GPU before is at fault: CUDA_LAUNCH_BLOCKING=1 in the "
                     "environment shows which kernel",
-                    said.text, zpp_unit_words(unit, words, sizeof words), doing);
+                    said.text, at, doing);
 }
 
 bool zpp_unit_words_at(const struct zpp_unit *unit, size_t offset_bytes, char *text, size_t capacity) {

@@ -168,8 +168,8 @@ const char *zpp_unit_words(const struct zpp_unit *unit, char *text, size_t capac
 /* The parameter that has a byte of the unit, with the number of its expert: "'mlp.experts.down_proj[5]'". False: not
  * known. */
 bool zpp_unit_words_at(const struct zpp_unit *unit, size_t offset_bytes, char *text, size_t capacity);
-/* Return `status`. To the error of a device, say at which unit it was noticed: the driver does not tell what was at
- * fault, only that something before the call was. `doing`: such as "the forward". */
+/* Return `status`. To the error of a device, say at which unit it was noticed, or only in what if `unit` is NULL: the
+ * driver does not tell what was at fault, only that something before the call was. `doing`: such as "the forward". */
 zpp_status zpp_unit_noticed(const struct zpp_unit *unit, const char *doing, zpp_status status, struct zpp_err *err);
 
 size_t zpp_unit_bytes(const struct zpp_unit *unit);
