@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Units kept in 8 and 4 bits, in a file and in memory: what comes back is what quantising says, and exact between; the
- * bytes that are read; and every read failing once.
+ * bytes that are read; which value a byte of the file has; and every read failing once.
  */
 #include "../../csrc/ops/quant/quant.h"
+#include "../../csrc/zero/offload/unit_file_internal.h"
 #include "unit_file_common.h"
 
 enum { UNITS = 3, ELEMS = 9000, BLOCK = 64 };
@@ -166,6 +167,63 @@ static void a_fraction_is_away(void) {
     remove_folder();
 }
 
+/* Load a unit, and count the values that are not those wanted; *first is the first of them. */
+static size_t changed_values(struct kept *kept, int i, size_t *first) {
+    struct zpp_err err = ZPP_ERR_INIT;
+    size_t changed = 0;
+    CHECK_OK(zpp_unit_file_acquire(kept->unit_file, kept->unit[i], &err));
+    zpp_unit_file_read_begin(kept->unit_file, kept->unit[i]);
+    CHECK_OK(zpp_unit_file_read_wait(kept->unit_file, kept->unit[i], &patience));
+    CHECK_OK(zpp_unit_file_read_status(kept->unit_file, kept->unit[i], NULL, &err));
+    const unsigned char *values = zpp_unit_file_mapping(kept->unit_file) + kept->offset[i];
+    for (size_t elem = 0; elem < ELEMS; elem++) {
+        if (!memcmp(values + elem * sizeof(float), kept->wanted[i] + elem * sizeof(float), sizeof(float))) continue;
+        if (!changed++) *first = elem;
+    }
+    CHECK_OK(zpp_unit_file_release(kept->unit_file, kept->unit[i], &err));
+    return changed;
+}
+
+static void flip_in_file(size_t at_bytes) {
+    const int fd = open(in_folder("params"), O_RDWR);
+    unsigned char byte;
+    CHECK_EQUAL(pread(fd, &byte, 1, (off_t)at_bytes), 1);
+    byte ^= 0x88;
+    CHECK_EQUAL(pwrite(fd, &byte, 1, (off_t)at_bytes), 1);
+    close(fd);
+}
+
+/* One byte of the file is another: the values that change are those that zpp_unit_file_value_at says. A scale changes
+ * up to a block of them, a code of 8 bits or a byte of two codes its own. */
+static void a_byte_of_the_file_has_a_value(void) {
+    make_folder();
+    for (int way = 0; way < 4; way++) {
+        const int bits = way & 1 ? 4 : 8;
+        struct kept kept = new_kept(bits, ZPP_F32, false, way & 2 ? 0.6 : 1.0);
+        const size_t resident = kept.unit_file->qcopies_resident_bytes;
+        for (int i = 0, seen = 0; i < UNITS; i++, seen = 0) {
+            const struct unit_file_unit *unit = &kept.unit_file->units[i];
+            const size_t begin = unit->qcopy_offset_bytes, end = begin + unit->qcopy_bytes;
+            const size_t moving = begin > resident ? begin : resident;
+            for (size_t at = moving; at < end; at += 37) {
+                size_t first = 0;
+                flip_in_file(at - resident);
+                const size_t changed = changed_values(&kept, i, &first);
+                flip_in_file(at - resident);
+                const size_t value = zpp_unit_file_value_at(kept.unit_file, kept.unit[i], at - moving);
+                CHECK(value < unit->bytes);
+                if (!changed) continue; /* the byte fills up a part */
+                CHECK(changed <= BLOCK && first >= value / sizeof(float));
+                CHECK(first - value / sizeof(float) < (changed > 2 ? BLOCK : 2));
+                seen++;
+            }
+            CHECK(moving >= end || seen > 10);
+        }
+        end_kept(&kept, false);
+    }
+    remove_folder();
+}
+
 static void every_read_fails_once(void) {
     make_folder();
     struct kept kept = new_kept(8, ZPP_BF16, false, 1.0);
@@ -219,6 +277,7 @@ static void refuses_misuse(void) {
 
 int main(int argc, char **argv) {
     static const struct test_case cases[] = { TEST(come_back_rounded), TEST(a_fraction_is_away),
-                                              TEST(every_read_fails_once), TEST(refuses_misuse), { 0 } };
+                                              TEST(a_byte_of_the_file_has_a_value), TEST(every_read_fails_once),
+                                              TEST(refuses_misuse), { 0 } };
     return test_main(argc, argv, cases);
 }

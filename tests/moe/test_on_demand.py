@@ -293,6 +293,25 @@ def test_a_disk_error_of_a_whole_layer_names_the_expert(disks: int, ranks: int) 
             module(torch.ones(1, 64), torch.tensor([[5]]), torch.ones(1, 1))
 
 
+@on_ranks(1, devices=("cpu", "sim"))
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_a_disk_error_of_quantised_experts_names_the_expert(stored: str) -> None:
+    """The file is empty, so the layer's first scale is missed. tests/c/test_zero_unit_file_qcopy.c has the places within a copy."""
+    with folder() as path:
+        config = zeropp.Config(
+            experts=1, offload=zeropp.Offload(params=zeropp.Tier("nvme", path=path)), units=("Qwen3MoeExperts",),
+            precision=zeropp.Precision(stored=stored),
+        )  # fmt: skip
+        model, _ = zeropp.prepare(build(), None, config)
+        (part,) = engine_of(model).params.file.parts
+        with Path(part).open("r+b") as file:
+            file.truncate(0)
+        sentence = r"'model.layers.1.mlp.experts.gate_up_proj\[0\]': aio: "
+        module = model.model.layers[1].mlp.experts
+        with torch.no_grad(), pytest.raises(zeropp.TierError, match=sentence):
+            module(torch.ones(1, 64), torch.tensor([[5]]), torch.ones(1, 1))
+
+
 @on_ranks(1)
 def test_what_cannot_be() -> None:
     with folder() as path:

@@ -360,11 +360,12 @@ zpp_status zpp_unit_file_read_wait(zpp_unit_file *unit_file, int index, const st
     return status;
 }
 
-size_t zpp_unit_file_resident_bytes(const zpp_unit_file *unit_file, int index) {
+size_t zpp_unit_file_value_at(const zpp_unit_file *unit_file, int index, size_t into_bytes) {
     const struct unit_file_unit *unit = &unit_file->units[index];
+    if (unit_file->quant.bits) return unit_file_qcopy_value_at(unit_file, unit, into_bytes);
     size_t begin_bytes;
     (void)unit_file_moving_part(unit_file, unit, &begin_bytes);
-    return begin_bytes - unit->offset_bytes;
+    return begin_bytes - unit->offset_bytes + into_bytes;
 }
 
 zpp_status zpp_unit_file_read_status(const zpp_unit_file *unit_file, int index, struct zpp_aio_fault *fault,

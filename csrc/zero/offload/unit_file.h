@@ -95,8 +95,8 @@ void zpp_unit_file_read_begin(zpp_unit_file *unit_file, int unit);
 void zpp_unit_file_write_unit(zpp_unit_file *unit_file, int unit);
 /* OK: the load has ended, well or badly. AGAIN (`wait` NULL only): it has not. */
 zpp_status zpp_unit_file_read_wait(zpp_unit_file *unit_file, int unit, const struct zpp_wait *wait);
-/* Bytes of the unit, from its first one on, that are in memory, and not in the file. */
-size_t zpp_unit_file_resident_bytes(const zpp_unit_file *unit_file, int unit);
+/* The byte of the unit whose value is at byte `into_bytes` of what a load reads, as a fault counts them. */
+size_t zpp_unit_file_value_at(const zpp_unit_file *unit_file, int unit, size_t into_bytes);
 /* How the last load, or write, ended. `*fault` (may be NULL) is written on status TIER only. */
 zpp_status zpp_unit_file_read_status(const zpp_unit_file *unit_file, int unit, struct zpp_aio_fault *fault,
                                      struct zpp_err *err);

@@ -123,6 +123,8 @@ void unit_file_qcopy_end(zpp_unit_file *unit_file, struct unit_file_unit *unit, 
  * *codes_bytes of its codes; or NULL for bytes that are kept as they are, and *at_bytes of these. */
 const struct unit_file_span *unit_file_qcopy_find(const zpp_unit_file *unit_file, const struct unit_file_unit *unit,
                                                   size_t offset_bytes, size_t *at_bytes, size_t *codes_bytes);
+/* The same the other way: zpp_unit_file_value_at of a quantised copy. */
+size_t unit_file_qcopy_value_at(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t into_bytes);
 /* Begin to read `bytes` of a unit's quantised copy from `at_bytes` on; *out is NULL where all are in memory. */
 zpp_status unit_file_qcopy_read(zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t at_bytes,
                                 void *memory, size_t bytes, zpp_aio_request **out, struct zpp_aio_fault *fault,

@@ -215,6 +215,33 @@ static unsigned char *held_qcopy(const zpp_unit_file *unit_file, const struct un
     return unit_file->qcopies_memory ? unit_file->qcopies_memory + unit->qcopy_offset_bytes : NULL;
 }
 
+/* Return the element of a span whose scale or code is `at_bytes` behind its first scale. */
+static size_t elem_at(const struct zpp_quant_spec *spec, const struct unit_file_span *span, size_t at_bytes,
+                      size_t codes_bytes) {
+    const size_t elem = at_bytes < codes_bytes ? at_bytes / sizeof(float) * spec->block_elems
+                                               : (at_bytes - codes_bytes) * 8 / (size_t)spec->bits;
+    return elem < span->elems ? elem : span->elems - 1; /* what follows the last one fills up */
+}
+
+size_t unit_file_qcopy_value_at(const zpp_unit_file *unit_file, const struct unit_file_unit *unit, size_t into_bytes) {
+    const struct zpp_quant_spec *spec = &unit_file->quant;
+    const size_t wanted = held_part(unit_file, unit) + into_bytes;
+    size_t at = 0, done = 0; /* as in walk */
+    for (size_t i = 0; i < unit->spans_count; i++) {
+        const struct unit_file_span *span = &unit->spans[i];
+        const size_t exact = span->offset_bytes - done, elem_bytes = zpp_dtype_bytes(span->dtype);
+        if (wanted < at + exact) break;
+        at += zpp_round_up(exact, PART_BYTES);
+        const size_t codes = zpp_round_up(zpp_quant_blocks(spec, span->elems) * sizeof(float), PART_BYTES);
+        const size_t bytes = codes + zpp_round_up(zpp_quant_code_bytes(spec, span->elems), PART_BYTES);
+        if (wanted < at + bytes)
+            return span->offset_bytes + (wanted > at ? elem_at(spec, span, wanted - at, codes) * elem_bytes : 0);
+        at += bytes;
+        done = span->offset_bytes + span->elems * elem_bytes;
+    }
+    return done + wanted - at < unit->bytes ? done + wanted - at : unit->bytes - 1;
+}
+
 /* The rest of it, which is in the file. */
 static zpp_status submit_qcopy(zpp_unit_file *unit_file, const struct unit_file_unit *unit, unsigned char *memory,
                                bool write, zpp_aio_request **out, struct zpp_aio_fault *fault, struct zpp_err *err) {

@@ -158,9 +158,9 @@ static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *
 zpp_status zpp_file_read_status(zpp_zero *zero, const struct zpp_unit *unit, struct zpp_err *err) {
     char words[256];
     const zpp_status status = zpp_unit_file_read_status(zero->unit_file, unit->file_index, &zero->fault, err);
-    if (status != ZPP_TIER || zpp_unit_file_keeps_qcopies(zero->unit_file)) return status;
-    const size_t resident_bytes = zpp_unit_file_resident_bytes(zero->unit_file, unit->file_index);
-    const size_t at_bytes = unit->file_first_elem * unit->elem_bytes + resident_bytes + zero->fault.into_bytes;
+    if (status != ZPP_TIER) return status;
+    const size_t at_bytes = unit->file_first_elem * unit->elem_bytes +
+                            zpp_unit_file_value_at(zero->unit_file, unit->file_index, zero->fault.into_bytes);
     if (!zpp_unit_words_at(unit, at_bytes, words, sizeof words)) return status;
     const struct zpp_err said = *err;
     zpp_fail(err, ZPP_TIER, "%s: %s", words, said.text);
