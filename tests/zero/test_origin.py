@@ -52,7 +52,7 @@ def named(ranks: tuple[int, ...], value: float = NAN, **config: Any) -> str:
         model(vector()).backward()
     handle.remove()
     again = refused_step(optimizer)  # another rank's this time
-    assert ("'blocks.1.weight' (rank 0 before the sum)" if names_ranks() else SAYS_OF_GPUS) in again, again
+    assert ("'blocks.1.weight' (rank 0 before the sum)" if names_ranks() else says_of_gpus(config)) in again, again
     return found
 
 
@@ -85,7 +85,14 @@ SAYS = {
     "two": "'blocks.1.weight' (rank 0 and rank 1 before the sum)",
     "none": "'blocks.1.weight' (finite on each rank, but not their sum)",
 }
-SAYS_OF_GPUS = "the gradients of 'blocks.1.weight' (on some rank, or in the sum) were not finite"
+
+
+def says_of_gpus(config: dict[str, Any]) -> str:
+    """Return what is said of GPUs. A block of quantised gradients is not finite as a whole, so the parameter that it ends in is named, too."""
+    name = "'blocks.1.weight' (on some rank, or in the sum)"
+    return name if "comm" in config else f"the gradients of {name} were not finite"
+
+
 OF_TWO = [f"one, {place}" for place in PLACES] + [
     "two, stage 1",
     "two, gathered",
@@ -114,7 +121,7 @@ RANKS = {"one": (1,), "two": (0, 1), "none": (0, 1, 2)}
 def test_who_had_it(case: str) -> None:
     who, place = case.split(", ", maxsplit=1)
     told = named(RANKS[who], HUGE if who == "none" else NAN, **PLACES[place])
-    assert (SAYS[who] if names_ranks() else SAYS_OF_GPUS) in told, told
+    assert (SAYS[who] if names_ranks() else says_of_gpus(PLACES[place])) in told, told
 
 
 @on_ranks(2)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 # -- steps -----------------------------------------------------------------------------------------------
 def autocast(model: nn.Module, step: int) -> Tensor:
     ids = tokens(step)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
     return backward(loss)
 

@@ -49,7 +49,9 @@ WAYS = {"each": (*HELD, "stage 2"), "no_sync": GATHERED, "accumulate": ("stage 0
 
 def _autocast(precision: zeropp.Precision) -> Any:
     return (
-        torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if precision.autocast else contextlib.nullcontext()
+        torch.autocast(torch.get_default_device().type, torch.bfloat16, cache_enabled=False)
+        if precision.autocast
+        else contextlib.nullcontext()
     )
 
 
@@ -444,7 +446,7 @@ def test_autocast_is_torchs() -> None:
                 for block in model.blocks:
                     block.compile(backend="aot_eager")
             x = torch.randn(6, 24, generator=torch.Generator().manual_seed(dist.get_rank()))
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16, cache_enabled=False):
                 want = plain(x)
             got = model(x)
             assert not torch.is_autocast_enabled("cpu")
