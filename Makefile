@@ -50,7 +50,7 @@ test-quick: build-test
 
 # One test of each of these files. `make test DEVICE=sim` runs all tests of all files.
 SIM_SAMPLE = $(addprefix tests/zero/test_,bad_input.py bf16.py buffers.py conformance.py fp16.py low_states.py models.py \
-	origin.py precision.py spread.py stages.py unfreeze.py values.py) tests/checkpoint/test_checkpoint.py tests/checkpoint/test_boxes.py
+	origin.py precision.py spread.py stages.py unfreeze.py values.py) tests/checkpoint/test_ranks.py
 
 test-sim: build-test
 	$(PY) -m pytest --quick --device=sim $(SIM_SAMPLE) $(PYTEST_ARGS)
