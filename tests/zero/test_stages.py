@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zeropp
-from ranks import on_ranks
+from ranks import on_ranks, shards_tier
 from torch import nn
 from torch.optim import lr_scheduler
 from training import STAGES, Recipe, batch, every_stage, gpt, ours, reference, same, within_rounding
@@ -147,8 +147,9 @@ def test_ours(name: str) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_first_norm() -> None:
-    """The norm that clip_grad_norm_ returns is that of the averaged gradients, to double precision of fp32
-    elements."""
+    """The norm that clip_grad_norm_ returns is that of the averaged gradients, to double precision of fp32 elements; a GPU's is rounded
+    to an fp32 tensor."""
+    rounds = 1e-12 if shards_tier() == "cpu" else 2.0**-24
     for config in STAGES.values():
         model = gpt()
         model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters()), zeropp.Config(**config))
@@ -156,7 +157,7 @@ def test_first_norm() -> None:
         got = optimizer.clip_grad_norm_(float("inf"))
         with zeropp.gathered(model, grads=True):
             want = sum((p.grad.double() ** 2).sum() for p in model.parameters()).sqrt().item()
-        assert abs(got - want) <= 1e-12 * want, (config, got, want)
+        assert abs(float(got) - want) <= rounds * want, (config, got, want)
         # Clipping is idempotent in its answer, and visible.
         assert optimizer.clip_grad_norm_(want / 2) == got
         with zeropp.gathered(model, grads=True):
