@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import zeropp
 from meetings import over
 from pipelines import CLASSES, CLIP, MICRO, ROWS, WIDTH, Block, Run, adam, batch, loss_of, mesh_of, net
 from ranks import on_ranks
+from tiny import sentence
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -305,3 +307,15 @@ def test_refusals() -> None:
                 zeropp.ConfigError, match=f"{what} not supported yet; .*whose data dimensions lie within a host"
             ):
                 zeropp.prepare(model, adam(model), zeropp.Config(**options), mesh=mesh)
+
+
+@on_ranks(4, devices=("sim",))
+def test_stages_on_different_numbers_of_hosts() -> None:
+    """One copies and the other one uses NCCL. What only the second one lacks is refused on all ranks."""
+    rank = dist.get_rank()
+    wanted = of_stages(COPY, stage=2)
+    with over("aaab"):
+        require_same(of_stages(COPY if rank < 2 else NCCL, stage=2), wanted)
+        for said in told(sentence(lambda: of_stages(ON_HOST, stage=3, offload=True), zeropp.ConfigError)):
+            assert "shards on the host of each of 2 hosts are not supported yet" in said, said
+            assert "a mesh whose data dimensions lie within a host" in said, said
