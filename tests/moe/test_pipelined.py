@@ -9,6 +9,7 @@ import pipelines
 import pytest
 import torch
 import zeropp
+from meetings import over
 from pipelines import BOUND, CLASSES, WIDTH, mesh_of, require_close
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -51,6 +52,18 @@ def test_a_pipeline_of_experts_equals_one_process(schedule: str, stage: int) -> 
     require_close(values, wanted, BOUND)
     for found, want in zip(norms, wanted_norms, strict=True):
         assert abs(float(found) - want) <= 1e-5 * want
+
+
+@pytest.mark.slow
+@on_ranks(4, devices=("sim",))
+def test_stages_on_gpus_of_two_hosts() -> None:
+    """Each stage is on one host, whose ranks divide its experts: the bits are those of one host."""
+    options: dict[str, Any] = {"build": net, "stage": 3, "experts": 2}
+    wanted, norms = pipelines.Run(mesh_of(2, 2), "1F1B", **options).train(STEPS)
+    with over("aabb"):
+        values, found = pipelines.Run(mesh_of(2, 2), "1F1B", **options).train(STEPS)
+    assert [float(norm) for norm in found] == [float(norm) for norm in norms]
+    assert all(torch.equal(value, wanted[name]) for name, value in values.items())
 
 
 @on_ranks(4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that fails on one stage of a pipeline: all ranks of the job hear of it."""
+"""What fails on one stage of a pipeline, a disk or NCCL: all ranks of the job hear of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import functools
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import zeropp
 from disk import full_disk, scratch
+from launch import run_ranks
 from pipelines import CLIP, Run, mesh_of
-from ranks import of_all_ranks, on_ranks
+from rank import use_of_the_environment
+from ranks import of_all_ranks, on_ranks, simulated
 from tiny import sentence
 from zeropp.zero.engine import engine_of
 from zeropp.zero.offload import optim_file
@@ -66,3 +69,23 @@ def test_a_step_that_fails_on_one_stage() -> None:
         found = zeropp.full_state_dict(run.chunks)
         assert all(torch.equal(values, wanted[name]) for name, values in found.items())
         del run, refused, save
+
+
+def without_nccl(rank: int, ranks: int) -> str:
+    """The host of the second stage has no NCCL. Nobody ends before all have heard of it."""
+    use_of_the_environment()
+    dist.init_process_group("gloo")
+    options = {"stage": 2, "comm": zeropp.Comm(gather="nccl")}
+    said = sentence(lambda: Run(mesh_of(2, ranks // 2), "1F1B", **options), zeropp.NotBuiltError)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.slow
+def test_a_host_without_nccl() -> None:
+    environment = {**simulated("sim"), "ZEROPP_TEST_DEVICE": "sim"}
+    second = {"ZEROPP_HOST_ID": "b", "ZEROPP_NCCL": "/missing/libnccl.so"}
+    of_rank = [{"ZEROPP_HOST_ID": "a"}] * 2 + [second] * 2
+    said = [one.value for one in run_ranks(4, without_nccl, env=environment, env_of=of_rank, timeout=240)]
+    assert all("comm: NCCL was not found (/missing/libnccl.so" in one for one in said), said
+    assert all("NotBuiltError: rank 2: " in one for one in said[:2]), said

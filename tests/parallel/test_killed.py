@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 from launch import run_ranks, survivors
+from ranks import simulated
 
 WITHIN_S = 5.0
 AT_STEP = 1
@@ -80,6 +81,9 @@ def striker(folder: str) -> Strike:
 
 def pipeline_rank(rank: int, ranks: int, phase: str, victim: int, folder: str, backend: str) -> dict[str, Any]:
     import torch
+    from rank import use_of_the_environment
+
+    use_of_the_environment()
     import torch.distributed as dist
     import zeropp
     from pipelines import Run, mesh_of
@@ -112,13 +116,16 @@ def pipeline_rank(rank: int, ranks: int, phase: str, victim: int, folder: str, b
 def tensor_rank(rank: int, ranks: int, victim: int, folder: str) -> dict[str, Any]:
     """tp x dp: the victim dies before the collective of tensor parallelism that ends a block."""
     import torch
+    from rank import use_of_the_environment
+
+    use_of_the_environment()
     import torch.distributed as dist
     import zeropp
 
     sys.path.insert(0, str(Path(__file__).parent))
     test_tensor = importlib.import_module("test_tensor")
     torch.set_num_threads(1)
-    dist.init_process_group("zeropp")
+    dist.init_process_group("zeropp" if torch.get_default_device().type == "cpu" else "simulated")
     mesh = test_tensor._mesh()
     model = test_tensor._cut(mesh)
     model, optimizer = zeropp.prepare(
@@ -166,8 +173,8 @@ def sequence_rank(rank: int, ranks: int, victim: int, folder: str) -> dict[str, 
     return outcome_of(body)
 
 
-def require_named(victim: int, place: str, folder: Path, body: Callable[..., Any], *args: Any) -> None:
-    outcomes = run_ranks(4, body, *args, timeout=90, check=False)
+def require_named(victim: int, place: str, folder: Path, body: Callable[..., Any], *args: Any, **options: Any) -> None:
+    outcomes = run_ranks(4, body, *args, check=False, **{"timeout": 90, **options})
     assert outcomes[victim].code == -signal.SIGKILL, str(outcomes[victim])
     killed_at = float((folder / "killed").read_text())
     for outcome in survivors(outcomes, victim):
@@ -203,3 +210,32 @@ def test_beside_tensor_parallelism(victim: int, tmp_path: Path) -> None:
 def test_beside_parts_of_sequences(victim: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     require_named(victim, "", tmp_path, sequence_rank, victim, str(tmp_path))
+
+
+def on_gpus(hosts: str) -> dict[str, Any]:
+    """Return options of ranks with a simulated GPU each, on hosts of these names."""
+    env = {**simulated("sim"), "ZEROPP_TEST_DEVICE": "sim"}
+    return {"env": env, "env_of": [{"ZEROPP_HOST_ID": host} for host in hosts], "timeout": 240}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "phase", "victim"),
+    [
+        ("aabb", "backward", 2),
+        ("aabb", "clip", 1),
+        ("abab", "gather", 2),
+        ("abab", "reduction", 3),
+        ("abab", "step", 1),
+    ],
+)
+def test_in_a_pipeline_on_gpus_of_two_hosts(hosts: str, phase: str, victim: int, tmp_path: Path) -> None:
+    """The data ranks of a stage are on one host, whose GPUs copy, or on both, where NCCL moves what they exchange."""
+    place = f"(rank {victim} of the job is rank {victim // 2} of the pipeline)"
+    require_named(victim, place, tmp_path, pipeline_rank, phase, victim, str(tmp_path), "gloo", **on_gpus(hosts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hosts", "victim"), [("aabb", 3), ("abab", 1)])
+def test_beside_slices_on_gpus_of_two_hosts(hosts: str, victim: int, tmp_path: Path) -> None:
+    require_named(victim, "", tmp_path, tensor_rank, victim, str(tmp_path), **on_gpus(hosts))

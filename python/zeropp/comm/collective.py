@@ -11,11 +11,13 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from zeropp.comm.group import OP_CODES, dtype_code
-from zeropp.errors import CheckpointError, ConfigError, Error, TierError
+from zeropp.errors import CheckpointError, ConfigError, NotBuiltError, TierError
 from zeropp.files.heap_trim import byte_view
 
 T = TypeVar("T")
-_KINDS: dict[str, type[Error]] = {cls.__name__: cls for cls in (CheckpointError, ConfigError, TierError)}
+_KINDS: dict[str, type[Exception]] = {
+    cls.__name__: cls for cls in (CheckpointError, ConfigError, MemoryError, NotBuiltError, TierError)
+}
 
 
 def broadcast(comm: Any, tensor: torch.Tensor, root: int = 0) -> None:

@@ -71,7 +71,9 @@ def make_engine(
         zeropp.TierError: a disk has no room; the model is as it was.
     """
     comm = ranks.data
-    core, groups = _make_core(model, plans, config, ranks, host_copy, device, spreads)
+    core, groups = in_the_whole_job(  # as where a GPU has no room, or a host no NCCL
+        ranks.job, lambda: _make_core(model, plans, config, ranks, host_copy, device, spreads)
+    )
     engine = Engine(config, ranks, core, host_copy, device)
     if config.comm.secondary_shard and comm is not None and comm.hosts > 1:
         engine.sharers = len(comm.host_ranks)

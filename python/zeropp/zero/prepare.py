@@ -337,7 +337,8 @@ def _check_ranks(
         check_same_config(ranks.all, config, optimizer, device, mistake)
     elif mistake is not None:
         raise mistake
-    check_accelerator(config, device, ranks, optimizer is not None)
+    # one stage may be on several hosts, and another on one
+    in_the_whole_job(ranks.job, lambda: check_accelerator(config, device, ranks, optimizer is not None))
     refuse_shared(device, ranks.all, config.device is not None)
     if ranks.all is not None and config.preflight:
         preflight()

@@ -87,15 +87,30 @@ def _check_gather(config: Config, there: bool) -> None:
 
 
 def _check_hosts(config: Config, device: torch.device, ranks: JobRanks, there: bool) -> None:
-    hosts = ranks.all.hosts
+    """Look at the hosts of the ranks that partition the model. Ranks with other slices or stages may be anywhere."""
+    hosts = 1 if ranks.data is None else ranks.data.hosts
     if hosts > 1 and not there:
         _refuse(
             device,
             f"shards on the host of each of {hosts} hosts are",
-            "keep them on the GPUs (leave Offload out), or use one host",
+            f"keep them on the GPUs (leave Offload out), or use {_one_host(ranks)}",
         )
-    if hosts > 1 or config.comm.gather == "nccl":
+    if hosts > 1 or (config.comm.gather == "nccl" and ranks.data is not None):
         _check_nccl(config, device, ranks, "over several hosts" if hosts > 1 else "with Comm(gather='nccl')")
+    shared = isinstance(config.experts, Experts) and config.experts.shared_by is not None
+    if shared and ranks.all.hosts > 1:
+        _refuse(
+            device,
+            f"Experts(shared_by=) in a job of {ranks.all.hosts} hosts is",
+            "use a mesh without tp and leave it out, or use one host",
+        )
+
+
+def _one_host(ranks: JobRanks) -> str:
+    """Return where the ranks that partition the model have to be, in words."""
+    return (
+        "one host" if ranks.job is None else "a mesh whose data dimensions lie within a host (pp or tp crosses hosts)"
+    )
 
 
 def check_experts(config: Config, device: torch.device, ranks: int) -> None:
@@ -123,18 +138,17 @@ def check_experts(config: Config, device: torch.device, ranks: int) -> None:
 def _check_nccl(config: Config, device: torch.device, ranks: JobRanks, where: str) -> None:
     """Raise zeropp.ConfigError for what does not work yet where NCCL moves the shards."""
     others = {
-        "a mesh of several dimensions": ranks.job is not None and ranks.job is not ranks.data,
         "Config.experts": config.experts is not None,
         "step_in_backward": config.step_in_backward,
         "Comm(secondary_shard='host')": bool(config.comm.secondary_shard),
     }
     for option, given in others.items():
         if given:
-            _refuse(device, f"{option} {where} is", "leave it out, or use one host whose GPUs map each other's memory")
-    if ranks.all.ranks > _MOST_RANKS:
-        _refuse(
-            device, f"a model that {ranks.all.ranks} ranks partition {where} is", f"use at most {_MOST_RANKS} ranks"
-        )
+            instead = f"leave it out, or use {_one_host(ranks)}, where GPUs map each other's memory"
+            _refuse(device, f"{option} {where} is", instead)
+    if ranks.data.ranks > _MOST_RANKS:
+        what = f"a model that {ranks.data.ranks} ranks partition {where} is"
+        _refuse(device, what, f"use at most {_MOST_RANKS} ranks")
 
 
 def _check_gradients(config: Config, device: torch.device) -> None:
