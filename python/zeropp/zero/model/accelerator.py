@@ -88,14 +88,28 @@ def _check_gather(config: Config, there: bool) -> None:
 
 def _check_hosts(config: Config, device: torch.device, ranks: JobRanks, there: bool) -> None:
     hosts = ranks.all.hosts
-    if hosts > 1 and not there:
-        _refuse(
-            device,
-            f"shards on the host of each of {hosts} hosts are",
-            "keep them on the GPUs (leave Offload out), or use one host",
-        )
-    if hosts > 1 or config.comm.gather == "nccl":
+    if not there:
+        if hosts > 1:
+            _check_host_shards(config, device, ranks)
+    elif hosts > 1 or config.comm.gather == "nccl":
         _check_nccl(config, device, ranks, "over several hosts" if hosts > 1 else "with Comm(gather='nccl')")
+
+
+def _check_host_shards(config: Config, device: torch.device, ranks: JobRanks) -> None:
+    """Raise zeropp.ConfigError for what does not work yet with shards on the hosts of GPUs of several hosts."""
+    others = {
+        "a mesh of several dimensions": ranks.job is not None and ranks.job is not ranks.data,
+        "Config.experts": config.experts is not None,
+        "Comm(secondary_shard='host')": bool(config.comm.secondary_shard),
+        "Precision(stored=)": config.stored_name is not None,
+        "Offload(params='nvme')": tier_of(config, "params").kind == "nvme",
+    }
+    for option, given in others.items():
+        if given:
+            _refuse(
+                device, f"{option} with shards on the hosts of several hosts is",
+                "leave it out, use one host, or keep shards on the GPUs (leave Offload out)",
+            )  # fmt: skip
 
 
 def check_experts(config: Config, device: torch.device, ranks: int) -> None:
