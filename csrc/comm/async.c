@@ -73,14 +73,30 @@ static struct zpp_work *next_work(struct zpp_async *async) {
     return work;
 }
 
+/* While a call waits for what is before it, other ranks may end the group. */
+static zpp_status group_stands(void *ctx, struct zpp_err *err) {
+    zpp_comm_look_for_dead(ctx);
+    return zpp_comm_check(ctx, err);
+}
+
+static zpp_status run_call(struct zpp_comm *comm, const struct zpp_call *call, struct zpp_err *err) {
+    const struct zpp_wait wait = {0, group_stands, comm};
+    zpp_status status = call->before ? call->before(call->ctx, &wait, err) : ZPP_OK;
+    if (status != ZPP_OK) {
+        zpp_comm_abort(comm, err->text);
+        return status;
+    }
+    status = zpp_call_now(comm, call, NULL, err);
+    return status == ZPP_OK && call->after ? call->after(call->ctx, err) : status;
+}
+
 static void *run(void *arg) {
     struct zpp_comm *comm = arg;
     struct zpp_async *async = comm->async;
     struct zpp_work *work;
     while ((work = next_work(async)) != NULL) {
         struct zpp_err err = ZPP_ERR_INIT;
-        if (work->call.before) work->call.before(work->call.before_ctx);
-        const zpp_status status = zpp_call_now(comm, &work->call, NULL, &err);
+        const zpp_status status = run_call(comm, &work->call, &err);
         pthread_mutex_lock(&async->lock);
         work->status = status;
         work->err = err;

@@ -282,9 +282,12 @@ struct zpp_call {
      * the hosts are the nodes (hier_quant.c) */
     int node_ranks;
     /* zpp_comm_submit only, may be NULL: called on the progress thread before the call begins, to wait for data that
-     * `src` needs. The call keeps its place in the order of submission meanwhile. */
-    void (*before)(void *ctx);
-    void *before_ctx;
+     * `src` needs, or until `dst` is free; the call keeps its place in the order of submission meanwhile. And after the
+     * call, which is finished only then. An error is the call's; one of `before` ends the group, because peers wait for
+     * the call. `wait` has no timeout, and ends with the group. */
+    zpp_status (*before)(void *ctx, const struct zpp_wait *wait, struct zpp_err *err);
+    zpp_status (*after)(void *ctx, struct zpp_err *err);
+    void *ctx;
     /* Compare the call with the peers' and move nothing: another transport moves its bytes (nccl.h). No memory is
      * touched. */
     bool beside;

@@ -81,6 +81,10 @@ static zpp_status check_same(const zpp_zero *zero, const struct zpp_group_spec *
 static zpp_status check_coordinator(const zpp_zero *zero, const char *name, struct zpp_err *err) {
     const bool files = zero->unit_file && zpp_internode(zero->options.comm);
     const char *what = files ? "parameters in files over several hosts" : NULL, *instead = "keep parameters in memory";
+    if (zpp_zero_shards_device(zero) != zero->options.device && zpp_internode(zero->options.comm)) {
+        what = "shards on the hosts of accelerators, over several hosts";
+        instead = "use one host";
+    }
     if (zpp_zero_by_nccl(zero)) {
         what = "accelerators whose shards NCCL moves";
         instead = "use one host whose GPUs map each other";

@@ -90,7 +90,8 @@ struct zpp_pinned {
     size_t count, capacity, bytes;
 };
 
-/* Page-locked memory through which units in a file go up to the accelerator (placement/nvme_up.c). */
+/* Page-locked memory through which units go up to the accelerator: from a file (placement/nvme_up.c), or from other
+ * hosts (placement/offloaded_net.c). */
 enum { ZPP_STAGINGS = 2 };
 struct zpp_staging {
     unsigned char *memory[ZPP_STAGINGS];
@@ -153,7 +154,7 @@ struct zpp_zero {
     /* gathering */
     zpp_stream *compute, *gather;
     zpp_event *settled; /* this rank's copies that read shards are over */
-    zpp_stream *arrive; /* nvme units: their reads end here, in order; `gather` begins them */
+    zpp_stream *arrive; /* nvme units: their reads end here, in order; `gather` begins them. offloaded_net: copies up */
     struct zpp_aio_fault fault; /* of the last read that failed */
     struct zpp_trace trace;
     size_t full_bytes, full_peak_bytes, ahead_bytes; /* see unit.c */
@@ -268,6 +269,9 @@ void zpp_exchange_describe(void *ctx, const struct zpp_desc *desc, char *text, s
 /* Page-lock host memory for the accelerator until destroy; nothing to do on the CPU. */
 zpp_status zpp_pin(zpp_zero *zero, void *memory, size_t bytes, struct zpp_err *err);
 void zpp_unpin_all(zpp_zero *zero);
+/* Stagings of `bytes` each, page-locked; 0: none. Free them after zpp_unpin_all. */
+zpp_status zpp_staging_make(zpp_zero *zero, size_t bytes, struct zpp_err *err);
+void zpp_staging_free(zpp_zero *zero);
 
 /* --- wire.c ------------------------------------------------------------------------------------------------------- */
 zpp_status zpp_wire_seal(zpp_zero *zero, struct zpp_err *err);
@@ -350,9 +354,15 @@ static inline bool zpp_internode(const zpp_comm *comm) { return comm && zpp_comm
 
 /* The number of the unit in its collectives: two models of one shape have two. */
 uint32_t zpp_internode_object(const zpp_zero *zero, const struct zpp_unit *unit);
-/* Submit as unit->gather_work: the unit's shards into its memory, quantised on the way where unit->quantised. `before`
- * (NULL: nothing) runs on the communicator's thread before the gather begins. */
-zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*before)(void *unit),
+/* What the communicator's thread does before a gather begins and after it ended (comm.h), with the unit; NULL: nothing.
+ * And where the unit comes; NULL: to its memory. */
+struct zpp_internode_sides {
+    zpp_status (*before)(void *unit, const struct zpp_wait *wait, struct zpp_err *err);
+    zpp_status (*after)(void *unit, struct zpp_err *err);
+    void *to;
+};
+/* Submit as unit->gather_work: the unit's shards, quantised on the way where unit->quantised. */
+zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_internode_sides *sides,
                                 struct zpp_err *err);
 /* placement.h's wait, for that gather. */
 zpp_status zpp_internode_gather_wait(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_wait *wait,

@@ -12,11 +12,13 @@
  * rank only copies.
  *
  * A reduction is two collectives: which parameters have gradients, and their sum. In stages 1 to 3 the sum is made as
- * the communicator does it, first inside each host.
+ * the communicator does it, first inside each host. Gradients of an accelerator are on their way down when both are
+ * submitted, and the communicator's thread waits for them.
  */
 #include <stdlib.h>
 #include <string.h>
 
+#include "grad_path.h"
 #include "grad_store.h"
 #include "internal.h"
 
@@ -46,12 +48,14 @@ static void copy_alone(const struct zpp_unit *unit) {
     if (unit->whole != unit->shard) memcpy(unit->whole, unit->shard, zpp_unit_shard_bytes(unit));
 }
 
-zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, void (*before)(void *unit),
+zpp_status zpp_internode_gather(zpp_zero *zero, struct zpp_unit *unit, const struct zpp_internode_sides *sides,
                                 struct zpp_err *err) {
     if (unit->group->ranks == 1) return copy_alone(unit), ZPP_OK;
     struct zpp_call call = gather_call(zero, unit);
-    call.before = before;
-    call.before_ctx = before ? unit : NULL;
+    call.before = sides->before;
+    call.after = sides->after;
+    call.ctx = unit;
+    if (sides->to) call.dst = sides->to;
     if (unit->quantised) quantise_call(&call, &zero->wire.params);
     return zpp_comm_submit(unit->group->comm, &call, NULL, NULL, &unit->gather_work, err);
 }
@@ -129,13 +133,9 @@ static unsigned char *reduced_shard(const struct zpp_unit_grad *grad) {
     return grad->internode_memory + flags_bytes(grad->unit);
 }
 
-/* Return the memory that this rank contributes to the sum. */
+/* Return the memory that this rank contributes to the sum, of which `bucket` has the gradients. */
 static unsigned char *sent(const zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket) {
-    const struct zpp_unit *unit = grad->unit;
-    if (!sends_copy(zero, grad)) return bucket;
-    unsigned char *copy = reduced_shard(grad) + reduced_bytes(zero, unit);
-    if (!grad->empty) zpp_convert(copy, unit->wire_dtype, bucket, unit->grad_dtype, unit->elems);
-    return copy;
+    return sends_copy(zero, grad) ? reduced_shard(grad) + reduced_bytes(zero, grad->unit) : bucket;
 }
 
 static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigned char *bucket, struct zpp_err *err) {
@@ -150,10 +150,7 @@ static zpp_status submit_sum(zpp_zero *zero, struct zpp_unit_grad *grad, unsigne
         call.coll = ZPP_COLL_REDUCE_SCATTER;
         call.dst = reduced_shard(grad);
         call.elems = unit->shard_elems;
-        if (zpp_wire_quantises_grads(zero)) {
-            if (!grad->empty) zpp_wire_clear_gaps(unit, bucket);
-            quantise_call(&call, &zero->wire.grads);
-        }
+        if (zpp_wire_quantises_grads(zero)) quantise_call(&call, &zero->wire.grads);
         call.src = sent(zero, grad, bucket);
     }
     if (unit->group->ranks == 1) {
@@ -177,15 +174,45 @@ static void join_origins(const zpp_zero *zero, struct zpp_unit_grad *grad) {
     zpp_origin_note(zero, grad, origins);
 }
 
+static struct zpp_call flags_call(const zpp_zero *zero, const struct zpp_unit_grad *grad, size_t count) {
+    return (struct zpp_call){.coll = ZPP_COLL_ALL_REDUCE,
+                             .dtype = ZPP_U8,
+                             .op = ZPP_MAX,
+                             .dst = grad->internode_memory,
+                             .elems = count,
+                             .object = zpp_internode_object(zero, grad->unit)};
+}
+
 zpp_status zpp_internode_submit_flags(zpp_zero *zero, struct zpp_unit_grad *grad, size_t count, struct zpp_err *err) {
+    const struct zpp_call call = flags_call(zero, grad, count);
+    return zpp_comm_submit(grad->unit->group->comm, &call, NULL, NULL, &grad->internode_flags, err);
+}
+
+/* The bucket is complete: make of it what both collectives send. */
+static zpp_status fill(void *arg, const struct zpp_wait *wait, struct zpp_err *err) {
+    struct zpp_unit_grad *grad = arg;
     const struct zpp_unit *unit = grad->unit;
-    const struct zpp_call flags = {.coll = ZPP_COLL_ALL_REDUCE,
-                                   .dtype = ZPP_U8,
-                                   .op = ZPP_MAX,
-                                   .dst = grad->internode_memory,
-                                   .elems = count,
-                                   .object = zpp_internode_object(zero, unit)};
-    return zpp_comm_submit(unit->group->comm, &flags, NULL, NULL, &grad->internode_flags, err);
+    zpp_zero *zero = grad->zero;
+    const zpp_status status = zero->path->arrived ? zero->path->arrived(zero, grad, wait, err) : ZPP_OK;
+    if (status != ZPP_OK || grad->empty) return status;
+    unsigned char *bucket = zpp_bucket_of(zero, unit);
+    if (zpp_origin_nonfinite_params(unit, bucket, unit->grad_dtype, 0, unit->elems)) flag_origin(zero, grad);
+    if (zpp_wire_quantises_grads(zero)) zpp_wire_clear_gaps(unit, bucket);
+    if (sends_copy(zero, grad))
+        zpp_convert(sent(zero, grad, bucket), unit->wire_dtype, bucket, unit->grad_dtype, unit->elems);
+    return ZPP_OK;
+}
+
+/* With an accelerator the communicator's thread waits for the copy down, and the collectives keep their place. */
+static zpp_status submit_filled(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    struct zpp_call call = flags_call(zero, grad, flags_count(grad->unit));
+    const bool alone = grad->unit->group->ranks == 1;
+    zpp_status status = ZPP_OK;
+    if (zero->path->arrived && !alone) call.before = fill;
+    else status = fill(grad, NULL, err);
+    call.ctx = grad;
+    if (status != ZPP_OK || alone) return status;
+    return zpp_comm_submit(grad->unit->group->comm, &call, NULL, NULL, &grad->internode_flags, err);
 }
 
 zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, const uint8_t *touched,
@@ -193,11 +220,8 @@ zpp_status zpp_reduce_net_launch(zpp_zero *zero, struct zpp_unit_grad *grad, con
     const struct zpp_unit *unit = grad->unit;
     zpp_status status = make_memory(zero, grad, err);
     if (status != ZPP_OK) return status;
-    if (!grad->empty) {
-        memcpy(grad->internode_memory, touched, unit->params);
-        if (zpp_origin_nonfinite_params(unit, bucket, unit->grad_dtype, 0, unit->elems)) flag_origin(zero, grad);
-    }
-    if (unit->group->ranks > 1) status = zpp_internode_submit_flags(zero, grad, flags_count(unit), err);
+    if (!grad->empty) memcpy(grad->internode_memory, touched, unit->params);
+    status = submit_filled(zero, grad, err);
     return status == ZPP_OK ? submit_sum(zero, grad, bucket, err) : status;
 }
 

@@ -51,3 +51,28 @@ void zpp_unpin_all(zpp_zero *zero) {
     free(pinned->all);
     *pinned = (struct zpp_pinned){0};
 }
+
+/* --- stagings ----------------------------------------------------------------------------------------------------- */
+
+zpp_status zpp_staging_make(zpp_zero *zero, size_t bytes, struct zpp_err *err) {
+    struct zpp_staging *staging = &zero->staging;
+    zpp_status status = ZPP_OK;
+    staging->bytes = bytes;
+    for (int i = 0; i < ZPP_STAGINGS && bytes && status == ZPP_OK; i++) {
+        void *memory = NULL;
+        status = zpp_mem_alloc(bytes, zpp_page_bytes(), &memory, err);
+        staging->memory[i] = memory;
+        if (status == ZPP_OK) status = zpp_pin(zero, memory, bytes, err);
+        if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &staging->copied[i], err);
+    }
+    return status;
+}
+
+void zpp_staging_free(zpp_zero *zero) {
+    struct zpp_staging *staging = &zero->staging;
+    for (int i = 0; i < ZPP_STAGINGS; i++) {
+        zpp_event_destroy(staging->copied[i]);
+        zpp_mem_free(staging->memory[i], staging->bytes);
+    }
+    *staging = (struct zpp_staging){0};
+}

@@ -10,6 +10,8 @@
  *   sharded_net   a shard a rank, on several hosts                     an all-gather; with hpZ from secondary shards
  *   offloaded     a shard a rank, in memory of the host                copies of the shards to an accelerator
  *   offloaded_whole   the same, and whole on an accelerator            never; after a step, the shards of all ranks
+ *   offloaded_net     as offloaded, on several hosts                   an all-gather, then a copy to the accelerator
+ *   offloaded_whole_net   as offloaded_whole, on several hosts         never; after a step, the same
  *   on_device     a shard a rank, in memory of an accelerator, or of   copies of the peers' shards
  *                 the host, which the accelerator reads and writes
  *   on_device_whole   in memory of every rank's accelerator, whole     never; after a step, the others' shards
@@ -94,7 +96,8 @@ static inline unsigned char *zpp_unit_shard_of_whole(const struct zpp_unit *unit
 
 extern const struct zpp_placement zpp_placement_replicated, zpp_placement_host_shared, zpp_placement_sharded,
     zpp_placement_sharded_net, zpp_placement_nvme, zpp_placement_nvme_net, zpp_placement_offloaded,
-    zpp_placement_nvme_up, zpp_placement_offloaded_whole, zpp_placement_on_device, zpp_placement_on_device_whole;
+    zpp_placement_nvme_up, zpp_placement_offloaded_whole, zpp_placement_offloaded_net,
+    zpp_placement_offloaded_whole_net, zpp_placement_on_device, zpp_placement_on_device_whole;
 
 /* For placements whose whole units lie in the coordinator's range of addresses, or in its backing (sharded.c). */
 void zpp_range_lay_out(zpp_zero *zero, struct zpp_unit *unit);
@@ -117,6 +120,12 @@ void zpp_resident_lay_out(zpp_zero *zero, struct zpp_unit *unit);
 zpp_status zpp_resident_make(zpp_zero *zero, struct zpp_err *err); /* seal: of all of them */
 void zpp_resident_locate(zpp_zero *zero, struct zpp_unit *unit);
 void zpp_wrapped_fini(zpp_zero *zero);
+/* For placements with shards on the host of an accelerator (offloaded.c). */
+void zpp_offloaded_lay_out_shard(zpp_zero *zero, struct zpp_unit *unit);
+void zpp_offloaded_locate(zpp_zero *zero, struct zpp_unit *unit);
+zpp_status zpp_offloaded_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+zpp_status zpp_offloaded_lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err);
+void zpp_offloaded_locate_whole(zpp_zero *zero, struct zpp_unit *unit);
 /* For placements in a file (nvme.c): in the file `zero->unit_file`, elements [first, first + elems) of the unit. */
 zpp_status zpp_file_lay_out(zpp_zero *zero, struct zpp_unit *unit, size_t first_elem, size_t elems,
                             struct zpp_err *err);

@@ -88,6 +88,7 @@ struct zpp_param_name {
 
 struct zpp_unit {
     /* what it is: written at zpp_zero_add_unit, read by any file */
+    struct zpp_zero *zero;
     int index;
     char name[120];
     zpp_dtype dtype;
@@ -134,6 +135,7 @@ struct zpp_unit {
     bool wants_exact;    /* the next gather is not to be */
     zpp_event *allocated, *ready;
     zpp_event *staged; /* of the host (placement/nvme_up.c); NULL elsewhere */
+    int staging_at;    /* where the collective under way ends (placement/offloaded_net.c) */
     struct zpp_work *gather_work; /* over several hosts: the collective under way */
     bool gathers_intranode;       /* ... among this host's ranks */
     unsigned char *secondary;     /* hpZ: this rank's secondary shard (placement/sharded_net.c) */

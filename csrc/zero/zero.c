@@ -23,6 +23,8 @@ static const struct zpp_placement *placement_on_accelerator(const zpp_zero *zero
     const bool moves = place == ZPP_PLACE_SHARD;
     if (place == ZPP_PLACE_FILE) return &zpp_placement_nvme_up;
     if (shards_on_device(&zero->options)) return moves ? &zpp_placement_on_device : &zpp_placement_on_device_whole;
+    if (zpp_internode(zero->options.comm))
+        return moves ? &zpp_placement_offloaded_net : &zpp_placement_offloaded_whole_net;
     return moves ? &zpp_placement_offloaded : &zpp_placement_offloaded_whole;
 }
 
@@ -55,10 +57,10 @@ static zpp_status create_streams(zpp_zero *zero, struct zpp_err *err) {
 /* What does not go together with an accelerator yet. */
 static zpp_status check_accelerator(const struct zpp_zero_options *options, struct zpp_err *err) {
     if (!options->host) return ZPP_OK;
-    if (zpp_internode(options->comm) && !shards_on_device(options))
+    if (zpp_internode(options->comm) && options->params_fraction > 0.0 && !options->copy)
         return zpp_fail(err, ZPP_NOT_BUILT,
-                        "zero: shards on the host beside accelerators of several hosts are not supported yet; keep "
-                        "shards on the accelerators, or use one host");
+                        "zero: parameters in files beside accelerators of several hosts are not supported yet; keep "
+                        "them in memory of the host, or use one host");
     if (options->stage == 0 && !shards_on_device(options))
         return zpp_fail(err, ZPP_NOT_BUILT,
                         "zero: stage 0 with shards beside an accelerator is not supported yet; use stage 1, 2 or 3, "
@@ -174,6 +176,7 @@ void zpp_zero_destroy(zpp_zero *zero) {
     /* Streams first: they finish operations that still use the units, and must not wait for peers that go on without
      * us. */
     if (zpp_reduce_pending(zero)) zpp_comm_abort(zero->options.comm, "left in the middle of a reduction");
+    for (int i = 0; i < zero->units_count; i++) drop_gather(zero, zero->units[i]); /* other threads use the streams */
     zpp_zero_close_params(zero); /* no read goes into the units any more */
     zpp_stream_destroy(zero->arrive);
     zpp_stream_destroy(zero->reduce);
@@ -308,6 +311,7 @@ zpp_status zpp_zero_add_unit(zpp_zero *zero, const struct zpp_unit_spec *spec, i
     struct zpp_unit *unit = units ? calloc(1, sizeof *unit) : NULL;
     if (units) zero->units = units;
     if (!unit) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for unit %s", spec->name);
+    unit->zero = zero;
     unit->index = zero->units_count;
     status = init_unit(zero, unit, spec, err);
     if (status != ZPP_OK) {
@@ -393,11 +397,12 @@ static zpp_status lay_out(zpp_zero *zero, size_t *warm_bytes, struct zpp_err *er
     return status;
 }
 
-/* The shards that streams of an accelerator read: of all ranks. */
+/* The shards that streams of an accelerator read: of all ranks, as far as they are mapped here. */
 static zpp_status pin_params(zpp_zero *zero, struct zpp_err *err) {
     zpp_status status = ZPP_OK;
     for (int rank = 0; rank < zero->ranks && status == ZPP_OK; rank++)
-        status = zpp_pin(zero, zpp_params_of_rank(zero, rank), zero->params_bytes, err);
+        if (zpp_params_of_rank(zero, rank))
+            status = zpp_pin(zero, zpp_params_of_rank(zero, rank), zero->params_bytes, err);
     return status;
 }
 

@@ -23,6 +23,7 @@ WHY_NOT = sim_build.why_no_torch_device()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be built")
 
 COMPUTE, GATHER, DOWN = range(3)  # numbers of the streams
+UP, DOWN_THERE = 2, 3  # over several hosts
 HOST = -1
 EACH = tuple(map(str, range(8)))  # each of the three is lazy or not
 ALL_LAZY = "0xff"
@@ -74,6 +75,31 @@ def test_each_way_to_train(case: str, tmp_path: Path) -> None:
     require_right(ranks_of(2, case, ("0", ALL_LAZY, "1", "6"), tmp_path))
 
 
+OFTEN_ON_HOSTS = ("stage 3", "aabb")
+SELDOM_ON_HOSTS = (
+    ("stage 2", "ab"),
+    ("stage 2", "aabb"), ("stage 1", "aabb"), ("accumulate", "aabb"), ("clip", "ab"), ("little prefetch", "ab"), ("no prefetch", "ab"),
+    ("small units whole", "ab"), ("bf16", "ab"), ("tied and frozen", "ab"), ("checkpointed", "ab"), ("evaluates", "ab"),
+    ("reloads", "ab"), ("two streams", "ab"), ("inside: stage 3", "ab"), ("inside: torch steps", "ab"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "hosts"), [OFTEN_ON_HOSTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SELDOM_ON_HOSTS)]
+)
+def test_several_hosts_have_the_bits_of_plain_torch(case: str, hosts: str, tmp_path: Path) -> None:
+    """Ranks of a host add their gradients first."""
+    require_right(ranks_of(len(hosts), case, ("0", ALL_LAZY), tmp_path, SIM_HOSTS=hosts))
+
+
+@pytest.mark.slow
+def test_every_schedule_of_several_hosts_is_right(tmp_path: Path) -> None:
+    schedules = (*map(str, range(16)), "15:1", "15:2")  # a fourth stream copies units up
+    require_right(ranks_of(2, "little prefetch", schedules, tmp_path, SIM_HOSTS="ab"))
+    (tmp_path / "one").mkdir()
+    require_right(ranks_of(2, "stage 3", ("0", ALL_LAZY), tmp_path / "one", SIM_HOSTS="ab", SIM_ONE_QUEUE="1"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["accumulate", "small units whole", "stage 2", "clip"])
 def test_each_way_to_train_alone(case: str, tmp_path: Path) -> None:
@@ -105,6 +131,26 @@ WAITS = {
 def test_it_is_wrong_without_one_of_its_waits(name: str, tmp_path: Path) -> None:
     waiter, source, case, schedule = WAITS[name]
     assert any(one["wrong"] for one in ranks_of(2, case, (schedule,), tmp_path, f"{waiter},{source}"))
+
+
+#: The same over hosts, where stages 1 and 2 have no stream of gathers, so that streams have lower numbers.
+WAITS_OVER_HOSTS = {
+    "a staging waits for the copy from it to the GPU": (HOST, UP, "stage 3", "4"),
+    "the copy up from other hosts waits for the last use of the memory": (UP, GATHER, "little prefetch", "1"),
+    "computation waits for the copy up from other hosts": (COMPUTE, UP, "stage 3", "4"),
+    "the reduction over hosts waits for the copy down": (HOST, DOWN_THERE, "stage 3", "8"),
+    "copies after a step over hosts wait for computation": (UP - 1, COMPUTE, "stage 2, evaluates", "1"),
+    "computation waits for copies after a step over hosts": (COMPUTE, UP - 1, "stage 2", "2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if at < 1 else pytest.param(name, marks=pytest.mark.slow) for at, name in enumerate(WAITS_OVER_HOSTS)]
+)
+def test_it_is_wrong_over_hosts_without_one_of_its_waits(name: str, tmp_path: Path) -> None:
+    waiter, source, case, schedule = WAITS_OVER_HOSTS[name]
+    found = ranks_of(2, case, (schedule,), tmp_path, f"{waiter},{source}", SIM_HOSTS="ab")
+    assert any(one["wrong"] for one in found)
 
 
 def test_the_driver_is_called_a_bounded_number_of_times(tmp_path: Path) -> None:

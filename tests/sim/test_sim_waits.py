@@ -40,13 +40,18 @@ PLACES: dict[tuple[str, str], tuple[str, ...]] = {
         "exact values wait for computation",
         "computation waits for exact values",
     ),
-    ("csrc/zero/placement/offloaded.c", "keep_shard"): ("the shard waits for the values at set-up",),
+    ("csrc/zero/placement/offloaded.c", "zpp_offloaded_keep_shard"): ("the shard waits for the values at set-up",),
     ("csrc/zero/placement/offloaded.c", "settle"): ("the step waits for gathers",),
     ("csrc/zero/placement/offloaded.c", "end_reads"): ("a unit without a gradient waits for its gathers",),
     ("csrc/zero/placement/offloaded.c", "copy_over"): (
         "copies after a step wait for computation",
         "computation waits for copies after a step",
     ),
+    ("csrc/zero/placement/offloaded_net.c", "free_staging"): ("a staging waits for the copy from it to the GPU",),
+    ("csrc/zero/placement/offloaded_net.c", "copy_up"): (
+        "the copy up from other hosts waits for the last use of the memory",
+    ),
+    ("csrc/zero/placement/offloaded_net.c", "wait_gather"): ("computation waits for the copy up from other hosts",),
     ("csrc/zero/reduce_device.c", "settle"): ("a bucket waits for taken",),
     ("csrc/zero/reduce_device.c", "add"): ("sums wait for written",),
     ("csrc/zero/reduce_device.c", "copy"): ("stage 0: copies wait for taken",),
@@ -110,5 +115,6 @@ def test_every_registered_wait_has_a_test_that_leaves_it_out() -> None:
     programs = ("test_zero_step_device.c", "test_comm_rows_device.c")
     tests = [name for file in programs for name in re.findall(r"TEST\((\w+)\)", (ROOT / "tests/c" / file).read_text())]
     tests += re.findall(r"def (test_\w+)", (ROOT / "tests/zero/test_step_in_backward_gpu.py").read_text())
-    known = {*mutants, *tests, *test_sim_offload.WAITS, *test_sim_on_device.WAITS, AT_END, ON_HOST}
+    known = {*mutants, *tests, *test_sim_offload.WAITS, *test_sim_offload.WAITS_OVER_HOSTS, *test_sim_on_device.WAITS}
+    known |= {AT_END, ON_HOST}
     assert {name for names in PLACES.values() for name in names} <= known

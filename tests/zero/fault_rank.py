@@ -29,6 +29,7 @@ from tiny import MODES, Tiny, vector
 from zeropp.zero.engine import engine_of
 
 AT_STEP = 3
+WAYS = {**MODES, "offload": {"offload": zeropp.Offload(params="cpu", optimizer="cpu")}}
 ILLEGAL_ADDRESS = 700
 
 
@@ -70,7 +71,7 @@ def train(what: str, where: str, mode: str, failed_rank: bool, file: Path) -> No
     torch.manual_seed(0)
     model = Tiny()
     model, optimizer = zeropp.prepare(
-        model, torch.optim.AdamW(model.parameters()), zeropp.Config(units=("Linear", "Tiny"), **MODES[mode])
+        model, torch.optim.AdamW(model.parameters()), zeropp.Config(units=("Linear", "Tiny"), **WAYS[mode])
     )
     for step in range(200):
         if failed_rank and step == AT_STEP:

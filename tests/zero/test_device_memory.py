@@ -94,12 +94,15 @@ def test_the_estimate_is_what_is_held(name: str) -> None:
     check_estimate(zeropp.Config(**PLANS[name], units=(Block, nn.Linear), device="sim"))
 
 
-ON_HOSTS = ("stage 0", "stage 2", "stage 2, few buckets", "stage 3, int8 gradients", "stage 3, bf16, int4 parameters")
+ON_HOSTS = (
+    "stage 0", "stage 2", "stage 2, few buckets", "stage 3, int8 gradients", "stage 3, bf16, int4 parameters", "host, stage 2",
+    "host, stage 3", "host, stage 3, int8 parameters",
+)  # fmt: skip
 
 
 @on_ranks("2 hosts", devices=("sim",))
 @pytest.mark.parametrize("name", ON_HOSTS)
-def test_over_hosts_a_bucket_comes_to_a_place_of_its_own(name: str) -> None:
+def test_over_hosts_the_estimate_is_what_is_held(name: str) -> None:
     check_estimate(zeropp.Config(**PLANS[name], units=(Block, nn.Linear), device="sim"), hosts=2)
 
 

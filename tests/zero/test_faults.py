@@ -131,6 +131,28 @@ def test_survivors_on_gpus_of_several_hosts_name_the_rank(where: str, hosts: str
             assert answer["at"] - failed["struck"] < DEAD_S, answer
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "where", "hosts"),
+    [("kill", "forward", "aab"), ("kill", "backward", "aba"), ("kill", "step", "aab"), ("lost", "backward", "aab")],
+)
+def test_survivors_with_shards_on_hosts_of_gpus_name_the_rank(
+    what: str, where: str, hosts: str, tmp_path: Path
+) -> None:
+    """Calls of the communicator wait for the rank, or for a GPU that has lost its context."""
+    done = survivors_ended if what != "lost" else lambda ps: all(p.poll() is not None for p in ps)
+    answers = launch(tmp_path, what, where, "offload", done, "sim-lazy", hosts)
+    failed = answers[FAILED_RANK]
+    assert "struck" in failed, failed
+    for answer in answers:
+        if not answer["is_failed_rank"]:
+            assert (answer["code"], answer["rank"]) == (3, FAILED_RANK), answer
+            assert f"rank {FAILED_RANK}" in answer["text"], answer
+            assert answer["at"] - failed["struck"] < DEAD_S, answer
+    if what == "lost":
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in failed["log"], failed
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_an_exception_on_one_rank_ends_the_others(where: str, tmp_path: Path) -> None:
     """The failed rank raises its own error and its process ends; the others name it."""

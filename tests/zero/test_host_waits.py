@@ -7,6 +7,7 @@ runs before somebody waits for it: an event that is asked for again and again co
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 from typing import Any
@@ -81,6 +82,40 @@ def test_shards_on_the_host(device: str) -> None:
     """The host steps, so it waits for the gradients of each unit, and for gathers to be over."""
     offload = zeropp.Offload(params="cpu", optimizer="cpu")
     check(waits_of_a_step(None, offload=offload), LAYERS + 1, device)
+
+
+HOOK = ctypes.c_char_p(b"a thread of hooks")
+
+
+def name_the_thread(_: Any = None) -> None:
+    """Let waits of this thread be counted under that name."""
+    sim: Any = importlib.import_module("sim")
+    sim.driver.sim_because(HOOK)
+
+
+@on_ranks("2 hosts", devices=("sim-lazy",))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_on_the_hosts_of_several_hosts(stage: int) -> None:
+    """The communicator's thread waits for gradients, and for copies up before it fills a staging again. Threads of hooks do not."""
+    sim: Any = importlib.import_module("sim")
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(LAYERS)))
+    offload = zeropp.Offload(params="cpu" if stage == 3 else "device", optimizer="cpu")
+    config = zeropp.Config(stage=stage, units=[nn.Linear], offload=offload)
+    model, optimizer = zeropp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    gc.collect()  # to free the memory of earlier models waits
+    inputs, waits = torch.ones(4, 32), dict[str, int]()
+    name_the_thread()
+    try:
+        with sim.waits_of_the_host(waits):
+            for _ in range(3):
+                y = model(inputs)
+                y.register_hook(name_the_thread)  # the thread of the backward
+                optimizer.backward(y.square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        sim.driver.sim_because(None)
+    assert waits.keys() == {ASKED} and waits[ASKED] >= LAYERS, waits
 
 
 @on_ranks(1, devices=("sim",))

@@ -35,15 +35,20 @@ static zpp_status read_begin(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 }
 
 /* On the communicator's thread, before the gather: the shard is there, or NaN. */
-static void read_wait(void *arg) {
+static void read_wait(struct zpp_unit *unit) {
     /* No timeout and no tick: the kernel ends every request on a file. */
     const struct zpp_wait patience = { 0, NULL, NULL };
     struct zpp_err ignored = ZPP_ERR_INIT;
-    struct zpp_unit *unit = arg;
     if (zpp_unit_file_is_held(unit->file, unit->file_index)) return;
     (void)zpp_unit_file_read_wait(unit->file, unit->file_index, &patience);
     if (zpp_unit_file_read_status(unit->file, unit->file_index, NULL, &ignored) != ZPP_OK)
         memset(unit->shard, 0xff, zpp_unit_shard_bytes(unit));
+}
+
+static zpp_status before_gather(void *unit, const struct zpp_wait *wait, struct zpp_err *err) {
+    (void)wait, (void)err;
+    read_wait(unit);
+    return ZPP_OK;
 }
 
 /* After the gather, or if it never began. */
@@ -85,10 +90,11 @@ static void drop(zpp_zero *zero, struct zpp_unit *unit) {
 /* --- gathers ------------------------------------------------------------------------------------------------------ */
 
 static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+    const struct zpp_internode_sides sides = {.before = before_gather};
     struct zpp_err ignored = ZPP_ERR_INIT;
     zpp_status status = read_begin(zero, unit, err);
     if (status != ZPP_OK) return status;
-    status = zpp_internode_gather(zero, unit, read_wait, err);
+    status = zpp_internode_gather(zero, unit, &sides, err);
     if (status == ZPP_OK) return ZPP_OK;
     read_wait(unit);
     (void)close_shard(zero, unit, &ignored);

@@ -40,19 +40,11 @@ static zpp_status open_streams(zpp_zero *zero, struct zpp_err *err) {
     return zpp_stream_create(zpp_zero_host(zero), ZPP_STREAM_QUEUE, "arrive", &zero->arrive, err);
 }
 
-static zpp_status make_staging(zpp_zero *zero, struct zpp_err *err) {
-    struct zpp_staging *staging = &zero->staging;
+static size_t largest_bytes(const zpp_zero *zero) {
+    size_t bytes = 0;
     for (int i = 0; i < zero->moving_count; i++)
-        if (zpp_unit_bytes(zero->moving[i]) > staging->bytes) staging->bytes = zpp_unit_bytes(zero->moving[i]);
-    zpp_status status = ZPP_OK;
-    for (int i = 0; i < ZPP_STAGINGS && staging->bytes && status == ZPP_OK; i++) {
-        void *memory = NULL;
-        status = zpp_mem_alloc(staging->bytes, zpp_page_bytes(), &memory, err);
-        staging->memory[i] = memory;
-        if (status == ZPP_OK) status = zpp_pin(zero, memory, staging->bytes, err);
-        if (status == ZPP_OK) status = zpp_event_create(zero->options.device, &staging->copied[i], err);
-    }
-    return status;
+        if (zpp_unit_bytes(zero->moving[i]) > bytes) bytes = zpp_unit_bytes(zero->moving[i]);
+    return bytes;
 }
 
 static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
@@ -60,16 +52,11 @@ static zpp_status seal(zpp_zero *zero, size_t warm_bytes, struct zpp_err *err) {
     zpp_status status = zpp_unit_file_seal(zero->unit_file, 0, err);
     if (status == ZPP_OK) status = zpp_resident_make(zero, err);
     if (status == ZPP_OK) status = zpp_wrapped_seal(zero, err);
-    return status == ZPP_OK ? make_staging(zero, err) : status;
+    return status == ZPP_OK ? zpp_staging_make(zero, largest_bytes(zero), err) : status;
 }
 
 static void fini(zpp_zero *zero) {
-    struct zpp_staging *staging = &zero->staging;
-    for (int i = 0; i < ZPP_STAGINGS; i++) {
-        zpp_event_destroy(staging->copied[i]);
-        zpp_mem_free(staging->memory[i], staging->bytes);
-    }
-    *staging = (struct zpp_staging){0};
+    zpp_staging_free(zero);
     zpp_wrapped_fini(zero);
 }
 

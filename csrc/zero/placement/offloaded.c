@@ -15,13 +15,13 @@
 #include "../internal.h"
 #include "../placement.h"
 
-static void lay_out_shard(zpp_zero *zero, struct zpp_unit *unit) {
+void zpp_offloaded_lay_out_shard(zpp_zero *zero, struct zpp_unit *unit) {
     unit->region_offset_bytes = zpp_unit_next_offset(&zero->params_bytes, zpp_unit_shard_bytes(unit));
 }
 
 static zpp_status lay_out(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     struct zpp_wire *wire = &zero->wire;
-    lay_out_shard(zero, unit);
+    zpp_offloaded_lay_out_shard(zero, unit);
     if (!zpp_wire_quantises_params(zero)) return ZPP_OK;
     const size_t bytes = zpp_wire_param_qcopy_bytes(zero, unit);
     if (bytes > wire->arrival_bytes) wire->arrival_bytes = bytes;
@@ -32,7 +32,7 @@ static void locate_shard(zpp_zero *zero, struct zpp_unit *unit) {
     unit->shard = zpp_params_of_rank(zero, zero->rank) + unit->region_offset_bytes;
 }
 
-static void locate(zpp_zero *zero, struct zpp_unit *unit) {
+void zpp_offloaded_locate(zpp_zero *zero, struct zpp_unit *unit) {
     locate_shard(zero, unit);
     zpp_wrapped_locate(zero, unit);
 }
@@ -83,7 +83,7 @@ static zpp_status make_exact(zpp_zero *zero, struct zpp_unit *unit, struct zpp_e
 }
 
 /* This rank's part of the whole unit, to its shard. */
-static zpp_status keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+zpp_status zpp_offloaded_keep_shard(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
     zpp_status status =
         zpp_stream_copy(zero->compute, unit->shard, zpp_unit_shard_of_whole(unit, unit->group->rank),
@@ -141,36 +141,36 @@ const struct zpp_placement zpp_placement_offloaded = {
     .count_memory = count_memory,
     .settle = settle,
     .lay_out = lay_out,
-    .locate = locate,
+    .locate = zpp_offloaded_locate,
     .acquire = zpp_wrapped_acquire,
     .release = zpp_wrapped_release,
     .evict = zpp_wrapped_evict,
     .gather = gather,
     .end_reads = end_reads,
     .make_exact = make_exact,
-    .keep_shard = keep_shard,
+    .keep_shard = zpp_offloaded_keep_shard,
     .publish = publish,
 };
 
 /* --- whole -------------------------------------------------------------------------------------------------------- */
 
-static zpp_status lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
+zpp_status zpp_offloaded_lay_out_whole(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     (void)err;
     zpp_resident_lay_out(zero, unit);
-    lay_out_shard(zero, unit);
+    zpp_offloaded_lay_out_shard(zero, unit);
     return ZPP_OK;
 }
 
-static void locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
+void zpp_offloaded_locate_whole(zpp_zero *zero, struct zpp_unit *unit) {
     locate_shard(zero, unit);
     zpp_resident_locate(zero, unit);
 }
 
 const struct zpp_placement zpp_placement_offloaded_whole = {
     .name = "offloaded_whole",
-    .lay_out = lay_out_whole,
-    .locate = locate_whole,
-    .keep_shard = keep_shard,
+    .lay_out = zpp_offloaded_lay_out_whole,
+    .locate = zpp_offloaded_locate_whole,
+    .keep_shard = zpp_offloaded_keep_shard,
     .end_reads = end_reads,
     .collect = copy_over,
 };

@@ -89,7 +89,8 @@ static zpp_status gather_parts(zpp_zero *zero, struct zpp_unit *unit, struct zpp
 static zpp_status gather(zpp_zero *zero, struct zpp_unit *unit, struct zpp_err *err) {
     unit->quantised = zpp_wire_quantises_params(zero) && !unit->wants_exact;
     unit->gathers_intranode = unit->secondary_kept && unit->quantised == zpp_wire_quantises_params(zero);
-    return unit->gathers_intranode ? gather_parts(zero, unit, err) : zpp_internode_gather(zero, unit, NULL, err);
+    const struct zpp_internode_sides sides = {0};
+    return unit->gathers_intranode ? gather_parts(zero, unit, err) : zpp_internode_gather(zero, unit, &sides, err);
 }
 
 /* The unit is whole, with the values that are computed with: keep this rank's part, if that is not there yet. */

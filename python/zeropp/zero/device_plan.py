@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -151,43 +151,58 @@ def block_bytes(units: Sequence[PlannedUnit], config: Config) -> int:
     return sum(blocks)
 
 
-def page_locked(plans: Sequence[UnitPlan], config: Config, ranks: int) -> dict[str, int]:
+def page_locked(plans: Sequence[UnitPlan], config: Config, ranks: int, hosts: int) -> dict[str, int]:
     """Return the bytes of the host that each rank brings to what is page-locked: its shards, with their quantised copies, its buckets, and
-    what units are read to."""
-    buckets = largest = copies = 0
-    quantises = ranks > 1 and config.comm.params != "exact"
+    what units are read to, or come to from other hosts."""
+    buckets = largest = 0
     shards: list[int] = []
     for plan in plans:
-        elems, shard_elems = _C.unit_layout(
-            [numbers(p) for p in plan.params], plan.dtype.itemsize, ranks // max(1, plan.parted)
-        )
+        elems, shard_elems = _layout(plan, ranks)
         in_file = loads_units(config) and not plan.replicates(config.units)
         if not in_file:
             shards.append(shard_elems * plan.dtype.itemsize)
-        if quantises and not plan.replicates(config.units):
-            copies += rounded(wire_bytes(config.comm.params, plan.dtype, shard_elems, config), _BUCKET_ALIGN_BYTES)
-        largest = max(largest, elems * plan.dtype.itemsize if in_file else 0)
+        if in_file or (hosts > 1 and not loads_units(config)):
+            largest = max(largest, elems * plan.dtype.itemsize)
         if plan.trainable:
             size = elems * config.gradient_dtypes(plan.dtype)[0].itemsize + len(plan.params)
             buckets += rounded(size, _BUCKET_ALIGN_BYTES)
     if config.stage >= 2:
         buckets = min(rounded(buckets, PAGE_BYTES), rounded(config.bucket_bytes or buckets, PAGE_BYTES))
+    copies = _quantised_copies(plans, config, ranks) if hosts == 1 else 0
     return {"params": laid_out(shards) + copies, "buckets": buckets, "stagings": _STAGINGS * largest}
 
 
+def _layout(plan: UnitPlan, ranks: int) -> tuple[int, int]:
+    """Return (elements of the unit, of a shard)."""
+    elems, shard_elems = _C.unit_layout(
+        [numbers(p) for p in plan.params], plan.dtype.itemsize, ranks // max(1, plan.parted)
+    )
+    return elems, shard_elems
+
+
+def _quantised_copies(plans: Sequence[UnitPlan], config: Config, ranks: int) -> int:
+    """Return the bytes of the quantised copies of a rank's shards, which the ranks of one host read."""
+    if ranks == 1 or config.comm.params == "exact":
+        return 0
+    moving = [plan for plan in plans if not plan.replicates(config.units)]
+    sizes = (wire_bytes(config.comm.params, plan.dtype, _layout(plan, ranks)[1], config) for plan in moving)
+    return sum(rounded(size, _BUCKET_ALIGN_BYTES) for size in sizes)
+
+
 def beside(
-    units: Sequence[PlannedUnit], held: dict[str, int], config: Config, ranks: int, device: torch.device
+    units: Sequence[PlannedUnit], held: dict[str, int], config: Config, ranks: int, hosts: int, device: torch.device
 ) -> Tiers:
     """Return what is held by tier where shards are on the host.
 
     Args:
         held: by kind, as if all were in memory of the CPU.
     """
-    locked = page_locked([unit.plan for unit in units], config, ranks)
+    locked = page_locked([unit.plan for unit in units], config, ranks, hosts)
     staying = sum(unit.whole_bytes for unit in units if not unit.moves and not unit.in_file)
-    gathered = gathered_bytes(units, config, device) + _arrival_bytes(units, config, ranks)
+    gathered = gathered_bytes(units, config, device) + (_arrival_bytes(units, config, ranks) if hosts == 1 else 0)
     pinned = {"params": locked["params"], "grads": held["grads"], "buckets": held["buckets"]}
-    pinned["page_locked"] = locked["params"] * ranks + locked["buckets"] + locked["stagings"]
+    mapped = ranks if hosts == 1 else 1  # ranks whose shards this one reads
+    pinned["page_locked"] = locked["params"] * mapped + locked["buckets"] + locked["stagings"]
     there = {
         "params": staying,
         "gathered": gathered,
@@ -202,11 +217,13 @@ def beside(
     return {"device": there, "pinned": pinned, "cpu": rest}
 
 
-def require_host_memory(plans: Sequence[UnitPlan], config: Config, device: torch.device, ranks: int) -> None:
-    """Raise zeropp.ConfigError where the ranks of this host would page-lock more memory than it has."""
+def require_host_memory(plans: Sequence[UnitPlan], config: Config, device: torch.device, comm: Any) -> None:
+    """Raise zeropp.ConfigError where the ranks of this host would page-lock more memory than it has. ``comm``: of the ranks that partition
+    the model; None: one."""
     if device.type == "cpu" or shards_on_device(config, device):
         return
-    locked, (total, where) = page_locked(plans, config, ranks), host_memory()
+    count, hosts, ranks = (1, 1, 1) if comm is None else (comm.ranks, comm.hosts, len(comm.host_ranks))
+    locked, (total, where) = page_locked(plans, config, count, hosts), host_memory()
     wanted = ranks * sum(locked.values())
     if wanted > total:
         raise ConfigError(

@@ -343,7 +343,7 @@ def _by_tier(units: list[_Sizes], held: dict[str, int], run: _Run) -> device_pla
     if run.device.type == "cpu":
         return {"cpu": held}
     if run.offloads:
-        return device_plan.beside(units, held, run.config, run.ranks, run.device)
+        return device_plan.beside(units, held, run.config, run.ranks, run.hosts, run.device)
     there = {
         "params": device_plan.params_bytes(units),
         "gathered": device_plan.gathered_bytes(units, run.config, run.device),

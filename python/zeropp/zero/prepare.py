@@ -134,7 +134,7 @@ def prepare_over(
         spreads = [*spreads, *spreads_of(division)]
     config = with_tiers(config)
     plans = in_the_whole_job(ranks.job, lambda: _plan(model, optimizer, config, ranks, division, spreads, ties))
-    require_host_memory(plans, config, device, count)
+    require_host_memory(plans, config, device, comm)
     dtensor.check_copies(plans, mesh)
     meta.give_values(model, getattr(config.offload.params, "path", None), ranks)
     bring(model, device, set(ignored_parameters(model, config.ignored)), getattr(division, "parts", {}).values())

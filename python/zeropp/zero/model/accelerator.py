@@ -89,13 +89,10 @@ def _check_gather(config: Config, there: bool) -> None:
 def _check_hosts(config: Config, device: torch.device, ranks: JobRanks, there: bool) -> None:
     """Look at the hosts of the ranks that partition the model. Ranks with other slices or stages may be anywhere."""
     hosts = 1 if ranks.data is None else ranks.data.hosts
-    if hosts > 1 and not there:
-        _refuse(
-            device,
-            f"shards on the host of each of {hosts} hosts are",
-            f"keep them on the GPUs (leave Offload out), or use {_one_host(ranks)}",
-        )
-    if hosts > 1 or (config.comm.gather == "nccl" and ranks.data is not None):
+    if not there:
+        if hosts > 1:
+            _check_host_shards(config, device, ranks)
+    elif hosts > 1 or (config.comm.gather == "nccl" and ranks.data is not None):
         _check_nccl(config, device, ranks, "over several hosts" if hosts > 1 else "with Comm(gather='nccl')")
     shared = isinstance(config.experts, Experts) and config.experts.shared_by is not None
     if shared and ranks.all.hosts > 1:
@@ -111,6 +108,23 @@ def _one_host(ranks: JobRanks) -> str:
     return (
         "one host" if ranks.job is None else "a mesh whose data dimensions lie within a host (pp or tp crosses hosts)"
     )
+
+
+def _check_host_shards(config: Config, device: torch.device, ranks: JobRanks) -> None:
+    """Raise zeropp.ConfigError for what does not work yet with shards on the hosts of GPUs of several hosts."""
+    others = {
+        "a mesh of several dimensions": ranks.job is not None and ranks.job is not ranks.data,
+        "Config.experts": config.experts is not None,
+        "Comm(secondary_shard='host')": bool(config.comm.secondary_shard),
+        "Precision(stored=)": config.stored_name is not None,
+        "Offload(params='nvme')": tier_of(config, "params").kind == "nvme",
+    }
+    for option, given in others.items():
+        if given:
+            _refuse(
+                device, f"{option} with shards on the hosts of several hosts is",
+                f"leave it out, use {_one_host(ranks)}, or keep shards on the GPUs (leave Offload out)",
+            )  # fmt: skip
 
 
 def check_experts(config: Config, device: torch.device, ranks: int) -> None:
