@@ -79,18 +79,13 @@ static zpp_status check_same(const zpp_zero *zero, const struct zpp_group_spec *
 }
 
 static zpp_status check_coordinator(const zpp_zero *zero, const char *name, struct zpp_err *err) {
-    const bool files = zero->unit_file && zpp_internode(zero->options.comm);
-    const char *what = files ? "parameters in files over several hosts" : NULL, *instead = "keep parameters in memory";
-    if (zpp_zero_by_nccl(zero)) {
-        what = "accelerators whose shards NCCL moves";
-        instead = "use one host whose GPUs map each other";
-    }
     if (zero->sealed || zero->units_count)
         return zpp_fail(err, ZPP_STATE, "zero: group \"%s\" comes after the first unit", name);
-    if (!what) return ZPP_OK;
+    if (!zero->unit_file || !zpp_internode(zero->options.comm)) return ZPP_OK;
     return zpp_fail(err, ZPP_NOT_BUILT,
-                    "zero: group \"%s\", whose ranks hold different parameters, with %s is not supported yet; %s", name,
-                    what, instead);
+                    "zero: group \"%s\", whose ranks hold different parameters, with parameters in files over several "
+                    "hosts is not supported yet; keep parameters in memory",
+                    name);
 }
 
 static zpp_status check_spec(const zpp_zero *zero, const struct zpp_group_spec *spec, struct zpp_err *err) {
@@ -125,8 +120,4 @@ zpp_status zpp_zero_add_group(zpp_zero *zero, const struct zpp_group_spec *spec,
     *index = zero->groups_count;
     zero->groups[zero->groups_count++] = group;
     return ZPP_OK;
-}
-
-void zpp_zero_set_group_comm(zpp_zero *zero, int index, zpp_comm *comm) {
-    zero->groups[index]->comm = comm;
 }

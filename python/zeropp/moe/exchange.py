@@ -31,6 +31,7 @@ __all__ = ["Exchange", "RowPlan", "combine", "dispatch", "keep_exchanges"]
 
 _EMPTY = (0, 0)
 _CPU = torch.device("cpu")
+_OVER_HOSTS = "their ranks are on several hosts, and GPUs of one host alone read each other's memory"
 _log = logging.getLogger("zeropp")
 _numbers = itertools.count(1)
 _exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
@@ -77,10 +78,10 @@ class Exchange:
 
         The first call with a GPU is collective. In a graph that a compiler makes before it, tokens cross in host memory.
         """
-        if device.type == "cpu" or self.network is not None:
+        if device.type == "cpu":
             return _CPU
         if self.device is None and not torch.compiler.is_compiling():
-            reason = self.core.open_device(device.type, device.index)
+            reason = _OVER_HOSTS if self.network else self.core.open_device(device.type, device.index)
             self.device = device if reason is None else _CPU
             if reason is not None:
                 _log.warning("zeropp.moe: tokens of %s cross in host memory, which is slow: %s", device, reason)

@@ -124,7 +124,7 @@ def _check_nccl(config: Config, device: torch.device, ranks: JobRanks, where: st
     """Raise zeropp.ConfigError for what does not work yet where NCCL moves the shards."""
     others = {
         "a mesh of several dimensions": ranks.job is not None and ranks.job is not ranks.data,
-        "Config.experts": config.experts is not None,
+        "Experts(offload=)": isinstance(config.experts, Experts) and config.experts.offload is not None,
         "step_in_backward": config.step_in_backward,
         "Comm(secondary_shard='host')": bool(config.comm.secondary_shard),
     }
