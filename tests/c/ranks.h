@@ -100,7 +100,7 @@ static inline void run_hosts(const char *hosts, void (*body)(struct test_rank *)
     run_ranks_timeout((int)strlen(hosts), hosts, 60 * TEST_SECOND_NS, body, arg);
 }
 
-/* --- groups of some ranks ------------------------------------------------------------------------------------------ */
+/* --- groups of some ranks ----------------------------------------------------------------------------------------- */
 
 struct part_store {
     const struct zpp_store *whole;

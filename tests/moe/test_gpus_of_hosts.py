@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from pathlib import Path
@@ -98,14 +99,53 @@ def test_several_hosts_have_the_bits_of_one(configs: list[dict[str, Any]], tmp_p
 
 
 @pytest.mark.parametrize(
-    "stage", [3, pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)]
+    ("name", "stage"),
+    [("Mixtral", 3), *(pytest.param(*one, marks=SLOW) for one in (("Mixtral", 0), ("Mixtral", 1), ("DeepseekV3", 2)))],
 )
 @on_ranks("2 hosts", devices=("sim",))
-def test_a_group_of_one_rank(stage: int) -> None:
-    """Each rank has experts of its own, and tokens go to the other host."""
+def test_a_group_of_one_rank(name: str, stage: int) -> None:
+    """Each rank has experts of its own, and tokens go to the other host in two pieces."""
+    import zeropp
     from expert_parity import parity
 
-    parity("Mixtral", 2, stage=stage)
+    parity(name, zeropp.Experts(parallel=2, chunks=2), stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tokens"),
+    [
+        ("aabb", "exact"),
+        *(pytest.param(*one, marks=SLOW) for one in (("abcd", "exact"), ("aabb", "int8"), ("abcd", "int8"))),
+    ],
+)
+@on_ranks(4, devices=("sim-lazy", pytest.param("sim", marks=SLOW)))
+def test_rows_between_hosts_have_the_bits_of_the_cpu(hosts: str, tokens: str) -> None:
+    """Rows, sums and gradients; and the host waits for the choices alone."""
+    import sim
+    import torch.distributed as dist
+    import zeropp
+    from expert_layer import OnDevice
+
+    gc.collect()  # to free the memory of earlier exchanges waits
+    os.environ["ZEROPP_HOST_ID"] = hosts[dist.get_rank()]
+    exchanges = [zeropp.moe.Exchange(dist.new_group(list(range(4))), tokens) for _ in range(2)]
+    del os.environ["ZEROPP_HOST_ID"]
+    numbers = [exchange.layer("bits") for exchange in exchanges]
+    exchanges[1]._where(torch.device("sim:0"))  # opens it
+    for case in ("uneven", "one_without_tokens", "none_for_the_last", "dropped"):
+        for dtype in (torch.float32, torch.bfloat16):
+            wanted = OnDevice(case, dtype, "cpu").run(exchanges[0], numbers[0])
+            layer, waits = OnDevice(case, dtype, "sim"), {}
+            with sim.waits_of_the_host(waits):
+                found = layer.run(exchanges[1], numbers[1])
+            assert waits.pop("a copy to the host") == 1
+            assert waits.keys() <= {"cuEventQuery, again and again"}, (
+                waits
+            )  # by the thread that watches NCCL, when it takes long
+            for got, want in zip(found, wanted, strict=True):
+                assert got.device.type == "sim"
+                assert torch.equal(got.cpu(), want)
+    assert [exchange.device for exchange in exchanges] == [None, torch.device("sim:0")]
 
 
 @SLOW
