@@ -10,6 +10,7 @@
 #include "../base/device.h"
 #include "../comm/nccl/nccl.h"
 #include "../comm/nccl/nccl_api.h"
+#include "op_entries.h"
 #include "py_comm.h"
 #include "raise.h"
 
@@ -18,7 +19,7 @@ enum { MOST_CALLS = 4096 };
 typedef struct Nccl {
     PyObject_HEAD zpp_nccl *nccl; /* NULL after close */
     zpp_device *device;
-    PyObject *comm; /* owned */
+    PyObject *comm; /* owned, and held until close */
     int ranks;
 } Nccl;
 
@@ -67,27 +68,31 @@ static int nccl_init(PyObject *object, PyObject *args, PyObject *kwargs) {
     zpp_py_comm_release(comm);
     if (status != ZPP_OK) return zpp_py_raise(&err), -1;
     Py_INCREF(comm);
+    zpp_py_comm_hold(comm);
     self->comm = comm;
     return 0;
 }
 
-static PyObject *nccl_close(PyObject *object, PyObject *none) {
-    (void)none;
-    Nccl *self = (Nccl *)object;
+static void end(Nccl *self) {
     zpp_nccl *nccl = self->nccl;
     self->nccl = NULL;
     Py_BEGIN_ALLOW_THREADS
     zpp_nccl_destroy(nccl);
     Py_END_ALLOW_THREADS
+    if (nccl && self->comm) zpp_py_comm_drop(self->comm);
+}
+
+static PyObject *nccl_close(PyObject *object, PyObject *none) {
+    (void)none;
+    end((Nccl *)object);
     Py_RETURN_NONE;
 }
 
 static void nccl_dealloc(PyObject *object) {
     Nccl *self = (Nccl *)object;
     PyTypeObject *type = Py_TYPE(object);
-    zpp_nccl *nccl = self->nccl;
+    end(self);
     Py_BEGIN_ALLOW_THREADS
-    zpp_nccl_destroy(nccl);
     zpp_device_destroy(self->device); /* works hold the group, so all their events are gone */
     Py_END_ALLOW_THREADS
     Py_XDECREF(self->comm);
@@ -184,7 +189,7 @@ static PyObject *submit_pieces(PyObject *object, PyObject *args, Py_ssize_t coun
 }
 
 static PyObject *submit_exchange(PyObject *self, PyObject *args) {
-    return submit_pieces(self, args, 5, zpp_py_exchange_call);
+    return submit_pieces(self, args, PyTuple_Size(args) == 8 ? 6 : 5, zpp_py_exchange_call);
 }
 
 static PyObject *submit_gather(PyObject *self, PyObject *args) {
@@ -224,7 +229,8 @@ static PyMethodDef nccl_methods[] = {
      "submit(calls, keep, stream, /)\n--\n\nCollectives as one, in order: (coll, dtype, op, root, dst_ptr, src_ptr, "
      "elems); an NcclWork."},
     {"submit_exchange", submit_exchange, METH_VARARGS,
-     "submit_exchange(coll, dtype, root, dsts, srcs, keep, stream, /)\n--\n\nAll-to-all, gather, scatter."},
+     "submit_exchange(coll, dtype, root, dsts, srcs, [rows,] keep, stream, /)\n--\n\nAll-to-all, gather, scatter; "
+     "rows: of what layer, for messages."},
     {"submit_gather", submit_gather, METH_VARARGS,
      "submit_gather(dst_ptrs, src_ptr, src_elems, dtype, keep, stream, /)\n--\n\nall_gather into one tensor a rank."},
     {"send", send, METH_VARARGS, "send(ptr, bytes, to, keep, stream, /)\n--\n\nAn NcclWork."},
@@ -322,7 +328,24 @@ static PyObject *version(PyObject *module, PyObject *none) {
     return status == ZPP_OK ? PyLong_FromLong(api->version) : zpp_py_raise(&err);
 }
 
+/* current_stream(type, index): the address of torch's current stream in this thread. */
+static PyObject *current_stream(PyObject *module, PyObject *args) {
+    (void)module;
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_device *device = NULL;
+    void *native = NULL;
+    const char *name;
+    int32_t type = 0;
+    int index;
+    if (!PyArg_ParseTuple(args, "si:current_stream", &name, &index)) return NULL;
+    zpp_status status = zpp_accelerator_type(name, &type, &err);
+    if (status == ZPP_OK) status = zpp_accelerator_current(type, index, &device, &native, &err);
+    return status == ZPP_OK ? PyLong_FromVoidPtr(native) : zpp_py_raise(&err);
+}
+
 static PyMethodDef functions[] = {
+    {"current_stream", current_stream, METH_VARARGS,
+     "current_stream(type, index, /)\n--\n\nThe address of torch's current stream of this thread on an accelerator."},
     {"nccl_version", version, METH_NOARGS,
      "nccl_version()\n--\n\nOf the NCCL that collectives on GPUs use, such as 22809 for 2.28.9. Loads it. Raises "
      "NotBuiltError."},

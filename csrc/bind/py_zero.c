@@ -444,13 +444,14 @@ static PyObject *zero_add_group(PyObject *self, PyObject *args) {
 /* set_group_comm(index of add_group, comm of the group's ranks) */
 static PyObject *zero_set_group_comm(PyObject *self, PyObject *args) {
     Zero *zero = (Zero *)self;
+    struct zpp_err err = ZPP_ERR_INIT;
     PyObject *given;
     int index;
     if (!PyArg_ParseTuple(args, "iO", &index, &given)) return NULL;
     zpp_comm *comm = zpp_py_comm_get(given);
     if (!comm || PyList_Append(zero->group_comms, given) != 0) return NULL;
     zpp_py_comm_hold(given);
-    zpp_zero_set_group_comm(zero->core, index, comm);
+    if (zpp_zero_set_group_comm(zero->core, index, comm, &err) != ZPP_OK) return zpp_py_raise(&err);
     Py_RETURN_NONE;
 }
 

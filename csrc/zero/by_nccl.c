@@ -21,16 +21,17 @@
 
 /* --- calls -------------------------------------------------------------------------------------------------------- */
 
-zpp_status zpp_by_nccl_all_gather(zpp_zero *zero, zpp_stream *stream, uint32_t object, void *dst, const void *src,
-                                  size_t bytes, struct zpp_err *err) {
+zpp_status zpp_by_nccl_all_gather(const struct zpp_group *group, zpp_stream *stream, uint32_t object, void *dst,
+                                  const void *src, size_t bytes, struct zpp_err *err) {
     const struct zpp_call call = {
         .coll = ZPP_COLL_ALL_GATHER, .dtype = ZPP_U8, .dst = dst, .src = src, .elems = bytes, .object = object};
-    return zpp_nccl_order(zero->by_nccl.nccl, &call, 1, stream, err);
+    return zpp_nccl_order(group->nccl, &call, 1, stream, err);
 }
 
 /* --- reductions --------------------------------------------------------------------------------------------------- */
 
-/* Each rank's shard of this rank's bucket, and where that of each rank comes. Own: not sent, because it is here. */
+/* The shard of each rank of the group in this rank's bucket, and where those of this rank come. Own: not sent, because
+ * it is here. */
 struct exchange {
     const void *srcs[ZPP_STREAM_SUM_SOURCES];
     void *dsts[ZPP_STREAM_SUM_SOURCES];
@@ -39,25 +40,28 @@ struct exchange {
 
 static void lay_out(const zpp_zero *zero, const struct zpp_unit_grad *grad, struct exchange *out) {
     const struct zpp_by_nccl *by = &zero->by_nccl;
+    const struct zpp_group *group = grad->unit->group;
     const size_t stride = zpp_device_stride(zero, grad->unit);
-    for (int rank = 0; rank < zero->ranks; rank++) {
+    for (int rank = 0; rank < group->ranks; rank++) {
         const size_t offset = (size_t)rank * stride;
         out->srcs[rank] = grad->empty ? by->zeros : zpp_device_place(zero, grad) + offset;
         out->dsts[rank] = by->received + offset;
-        out->bytes[rank] = rank == zero->rank ? 0 : stride;
+        out->bytes[rank] = rank == group->rank ? 0 : stride;
     }
 }
 
-/* The exchange, and the sum of what came in order of ranks. */
+/* The exchange, and the sum of what came in order of ranks. A group of one rank exchanges nothing. */
 static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const struct zpp_group *group = grad->unit->group;
     struct exchange exchange;
     const void *sources[ZPP_STREAM_SUM_SOURCES];
     int count = 0;
     lay_out(zero, grad, &exchange);
-    for (int rank = 0; rank < zero->ranks; rank++) {
-        if (rank != zero->rank) sources[count++] = exchange.dsts[rank];
+    for (int rank = 0; rank < group->ranks; rank++) {
+        if (rank != group->rank) sources[count++] = exchange.dsts[rank];
         else if (!grad->empty) sources[count++] = exchange.srcs[rank];
     }
+    if (count == 0) return ZPP_OK;
     const struct zpp_call call = {.coll = ZPP_COLL_ALL_TO_ALL,
                                   .dtype = grad->unit->wire_dtype,
                                   .object = zpp_internode_object(zero, grad->unit),
@@ -65,16 +69,19 @@ static zpp_status add(zpp_zero *zero, struct zpp_unit_grad *grad, struct zpp_err
                                   .srcs = exchange.srcs,
                                   .dst_bytes = exchange.bytes,
                                   .src_bytes = exchange.bytes};
-    const zpp_status status = zpp_nccl_order(zero->by_nccl.nccl, &call, 1, zero->on_device->sums, err);
+    const zpp_status status =
+        group->nccl ? zpp_nccl_order(group->nccl, &call, 1, zero->on_device->sums, err) : ZPP_OK;
     return status == ZPP_OK ? zpp_device_add(zero, grad, sources, count, err) : status;
 }
 
 /* Stage 0: the sums of all ranks, in place. */
 static zpp_status share_sums(zpp_zero *zero, const struct zpp_unit_grad *grad, struct zpp_err *err) {
+    const struct zpp_group *group = grad->unit->group;
     const size_t bytes = zpp_grad_shard_bytes(grad);
-    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_REDUCE, bytes * (size_t)(zero->ranks - 1));
-    return zpp_by_nccl_all_gather(zero, zero->on_device->sums, zpp_internode_object(zero, grad->unit), grad->shard,
-                                  grad->shard + (size_t)zero->rank * bytes, bytes, err);
+    if (!group->nccl) return ZPP_OK;
+    zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_REDUCE, bytes * (size_t)(group->ranks - 1));
+    return zpp_by_nccl_all_gather(group, zero->on_device->sums, zpp_internode_object(zero, grad->unit), grad->shard,
+                                  grad->shard + (size_t)group->rank * bytes, bytes, err);
 }
 
 /* Which parameters have a gradient on any rank. */
@@ -84,7 +91,7 @@ static zpp_status submit_flags(zpp_zero *zero, struct zpp_unit_grad *grad, struc
     if (!grad->internode_memory)
         return zpp_fail(err, ZPP_NOMEM, "zero: no memory for %zu flags of unit %s", params, grad->unit->name);
     if (!grad->empty) memcpy(grad->internode_memory, zpp_bucket_flags(zero, grad->unit), params);
-    return zpp_internode_submit_flags(zero, grad, params, err);
+    return grad->unit->group->nccl ? zpp_internode_submit_flags(zero, grad, params, err) : ZPP_OK;
 }
 
 static bool settled(const zpp_zero *zero, const struct zpp_unit_grad *grad) {
@@ -189,8 +196,21 @@ static zpp_status join_nccl(zpp_zero *zero, struct zpp_err *err) {
     if (status != ZPP_OK) return status;
     zpp_nccl_set_halt(by->nccl, by->halt);
     zero->on_device->halt = by->halt;
+    zero->groups[0]->nccl = by->nccl;
     take_path(zero);
     return ZPP_OK;
+}
+
+/* The calls of all groups are on one stream, in the order of the program, which is the same on all data ranks. So the
+ * earliest call that has not ended is at the head of the stream of each of its ranks, or will be, and can end. */
+zpp_status zpp_zero_set_group_comm(zpp_zero *zero, int index, zpp_comm *comm, struct zpp_err *err) {
+    struct zpp_group *group = zero->groups[index];
+    const struct zpp_by_nccl *by = &zero->by_nccl;
+    group->comm = comm;
+    if (!by->nccl) return ZPP_OK;
+    const zpp_status status = zpp_nccl_create_behind(by->nccl, comm, NULL, &group->nccl, err);
+    if (status == ZPP_OK) zpp_nccl_set_halt(group->nccl, by->halt);
+    return status;
 }
 
 /* True if all ranks of this host map a page of every GPU; else by->no_map says why not, on every rank. */
@@ -237,6 +257,7 @@ zpp_status zpp_on_device_join(zpp_zero *zero, const char *const *doing, struct z
 void zpp_on_device_leave(zpp_zero *zero) {
     struct zpp_on_device *on = zero->on_device;
     struct zpp_by_nccl *by = &zero->by_nccl;
+    for (int i = zero->groups_count; i-- > 1;) zpp_nccl_destroy(zero->groups[i]->nccl);
     zpp_nccl_destroy(by->nccl);
     by->nccl = NULL;
     zpp_event_destroy(on->stepped);

@@ -79,15 +79,13 @@ static zpp_status check_same(const zpp_zero *zero, const struct zpp_group_spec *
 }
 
 static zpp_status check_coordinator(const zpp_zero *zero, const char *name, struct zpp_err *err) {
-    const bool files = zero->unit_file && zpp_internode(zero->options.comm);
-    const char *what = files ? "parameters in files over several hosts" : NULL, *instead = "keep parameters in memory";
-    if (zpp_zero_shards_device(zero) != zero->options.device && zpp_internode(zero->options.comm)) {
-        what = "shards on the hosts of accelerators, over several hosts";
-        instead = "use one host";
-    }
-    if (zpp_zero_by_nccl(zero)) {
-        what = "accelerators whose shards NCCL moves";
-        instead = "use one host whose GPUs map each other";
+    const char *what = NULL, *instead = "keep parameters in memory";
+    if (zpp_internode(zero->options.comm)) {
+        if (zero->unit_file) what = "parameters in files over several hosts";
+        if (zpp_zero_shards_device(zero) != zero->options.device) {
+            what = "shards on the hosts of accelerators, over several hosts";
+            instead = "use one host, or keep shards on the accelerators";
+        }
     }
     if (zero->sealed || zero->units_count)
         return zpp_fail(err, ZPP_STATE, "zero: group \"%s\" comes after the first unit", name);
@@ -129,8 +127,4 @@ zpp_status zpp_zero_add_group(zpp_zero *zero, const struct zpp_group_spec *spec,
     *index = zero->groups_count;
     zero->groups[zero->groups_count++] = group;
     return ZPP_OK;
-}
-
-void zpp_zero_set_group_comm(zpp_zero *zero, int index, zpp_comm *comm) {
-    zero->groups[index]->comm = comm;
 }

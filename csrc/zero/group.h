@@ -15,7 +15,7 @@
 #ifndef ZPP_ZERO_GROUP_H
 #define ZPP_ZERO_GROUP_H
 
-#include "../comm/comm.h"
+#include "../comm/nccl/nccl.h"
 
 struct zpp_zero;
 
@@ -25,6 +25,7 @@ struct zpp_group {
     int members[ZPP_RANKS_MAX]; /* [ranks] their numbers among the data ranks, in order of the shards */
     int part, parts;            /* of the data ranks' different parameters, this rank has those of `part` */
     zpp_comm *comm;             /* of its ranks, borrowed; NULL: one rank, or not set */
+    zpp_nccl *nccl;             /* over `comm`, where NCCL moves the bytes; NULL: one rank, or they copy */
     double divisor;             /* a gradient is the members' sum divided by this */
 };
 
@@ -38,11 +39,11 @@ struct zpp_group_spec {
 void zpp_group_init_all(struct zpp_group *group, int rank, int ranks);
 /* Collective, before units are added; `*index` is the number for struct zpp_unit_spec. INVALID: data ranks that add
  * different groups, parts of different sizes, or numbers that are not 0, 1, ..; NOT_BUILT where the coordinator has one
- * group alone (parameters in files, on an accelerator or over several hosts). */
+ * group alone (parameters in files over several hosts). */
 zpp_status zpp_zero_add_group(struct zpp_zero *zero, const struct zpp_group_spec *spec, int *index,
                               struct zpp_err *err);
-/* `comm`: of the group's ranks, in their order; borrowed until destroy. Over several hosts a group of more than one
- * rank needs it, before its first unit is gathered or reduced. */
-void zpp_zero_set_group_comm(struct zpp_zero *zero, int index, zpp_comm *comm);
+/* In by_nccl.c. Collective over `comm`: the group's ranks, in their order; borrowed until destroy. Over several hosts,
+ * and where NCCL moves the bytes, a group of more than one rank needs it, before its first unit is added. */
+zpp_status zpp_zero_set_group_comm(struct zpp_zero *zero, int index, zpp_comm *comm, struct zpp_err *err);
 
 #endif

@@ -344,10 +344,10 @@ zpp_status zpp_wire_device_sum(zpp_zero *zero, const struct zpp_unit *unit, stru
 /* --- by_nccl.c ---------------------------------------------------------------------------------------------------- */
 /* True if NCCL moves what accelerators exchange: then ranks compare what they do by collectives, as over hosts. */
 static inline bool zpp_zero_by_nccl(const zpp_zero *zero) { return zero->by_nccl.nccl; }
-/* In order on `stream`: dst[ranks * bytes] = every data rank's src, which may be its place in dst. All ranks enqueue it
- * at the same place of the program. `object`: what it is, for messages and the comparison of ranks. */
-zpp_status zpp_by_nccl_all_gather(zpp_zero *zero, zpp_stream *stream, uint32_t object, void *dst, const void *src,
-                                  size_t bytes, struct zpp_err *err);
+/* In order on `stream`: dst[ranks * bytes] = src of every rank of the group, which may be its place in dst. All of them
+ * enqueue it at the same place of the program. `object`: what it is, for messages and the comparison of ranks. */
+zpp_status zpp_by_nccl_all_gather(const struct zpp_group *group, zpp_stream *stream, uint32_t object, void *dst,
+                                  const void *src, size_t bytes, struct zpp_err *err);
 
 /* --- internode.c -------------------------------------------------------------------------------------------------- */
 static inline bool zpp_internode(const zpp_comm *comm) { return comm && zpp_comm_hosts(comm) > 1; }

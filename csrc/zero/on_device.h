@@ -32,6 +32,7 @@
  *   gather    an all-gather of shards                step s of this rank; the memory
  *
  * All ranks enqueue the same calls of NCCL in the same order, that of the program: never when something has arrived.
+ * Units of a group are moved by the group's own communicator of NCCL, on the stream of all of them.
  */
 #ifndef ZPP_ZERO_ON_DEVICE_H
 #define ZPP_ZERO_ON_DEVICE_H

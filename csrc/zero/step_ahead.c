@@ -148,7 +148,7 @@ static zpp_status exchange(zpp_step_ahead *ahead, zpp_stream *stream, const doub
     const size_t bytes = ahead->place_bytes;
     unsigned char *mine = ahead->staging + (size_t)own * bytes;
     zpp_status status = zpp_stream_copy(stream, mine, place_of(ahead, own, ahead->measured).count, bytes, err);
-    if (status == ZPP_OK) status = zpp_by_nccl_all_gather(zero, stream, 0, ahead->staging, mine, bytes, err);
+    if (status == ZPP_OK) status = zpp_by_nccl_all_gather(zero->groups[0], stream, 0, ahead->staging, mine, bytes, err);
     for (int rank = 0; rank < ranks && status == ZPP_OK; rank++) {
         const struct place place = place_of(ahead, rank, ahead->measured);
         const unsigned char *came = ahead->staging + (size_t)rank * bytes;

@@ -190,8 +190,6 @@ void zpp_zero_destroy(zpp_zero *zero) {
     if (zero->grad_file.unit_file) zpp_unit_file_close(zero->grad_file.unit_file);
     for (int i = 0; i < zero->units_count; i++) destroy_unit(zero, zero->units[i]);
     free(zero->units);
-    for (int i = 0; i < zero->groups_count; i++) free(zero->groups[i]);
-    free(zero->groups);
     free(zero->order);
     free(zero->moving);
     free(zero->by_address);
@@ -201,6 +199,8 @@ void zpp_zero_destroy(zpp_zero *zero) {
     zpp_desc_ring_destroy(zero->copy_ring);
     zpp_unpin_all(zero);
     if (zero->placement->fini) zero->placement->fini(zero);
+    for (int i = 0; i < zero->groups_count; i++) free(zero->groups[i]);
+    free(zero->groups);
     zpp_range_destroy(zero->range);
     zpp_unit_file_destroy(zero->unit_file);
     zpp_unit_file_destroy(zero->grad_file.unit_file);

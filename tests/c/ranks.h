@@ -100,4 +100,41 @@ static inline void run_hosts(const char *hosts, void (*body)(struct test_rank *)
     run_ranks_timeout((int)strlen(hosts), hosts, 60 * TEST_SECOND_NS, body, arg);
 }
 
+/* --- groups of some ranks ----------------------------------------------------------------------------------------- */
+
+struct part_store {
+    const struct zpp_store *whole;
+    const char *prefix;
+};
+
+static inline zpp_status part_set(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err) {
+    const struct part_store *store = ctx;
+    char name[64];
+    snprintf(name, sizeof name, "%s/%s", store->prefix, key);
+    return store->whole->set(store->whole->ctx, name, value, bytes, err);
+}
+
+static inline zpp_status part_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
+                           struct zpp_err *err) {
+    const struct part_store *store = ctx;
+    char name[64];
+    snprintf(name, sizeof name, "%s/%s", store->prefix, key);
+    return store->whole->get(store->whole->ctx, name, value, bytes, timeout_ns, err);
+}
+
+/* A communicator of some ranks, of this name: collective over them. */
+static inline zpp_comm *test_part(const struct test_rank *me, const char *name, int rank, int ranks) {
+    struct part_store part = {me->store, name};
+    const struct zpp_store store = {&part, part_set, part_get};
+    struct zpp_err err = ZPP_ERR_INIT;
+    zpp_comm *comm = NULL;
+    const struct zpp_comm_options options = {.rank = rank,
+                                             .ranks = ranks,
+                                             .timeout_ns = me->timeout_ns,
+                                             .name = name,
+                                             .network = {.host_id = me->host, .interface = me->host[0] ? "lo" : ""}};
+    CHECK_OK(zpp_comm_create(&options, &store, &comm, &err));
+    return comm;
+}
+
 #endif

@@ -7,40 +7,11 @@
 
 enum { ROW, COLUMN, PAIRS };
 
-struct pair_store {
-    const struct zpp_store *whole;
-    const char *prefix;
-};
-
-static zpp_status pair_set(void *ctx, const char *key, const void *value, size_t bytes, struct zpp_err *err) {
-    const struct pair_store *store = ctx;
-    char name[64];
-    snprintf(name, sizeof name, "%s/%s", store->prefix, key);
-    return store->whole->set(store->whole->ctx, name, value, bytes, err);
-}
-
-static zpp_status pair_get(void *ctx, const char *key, void *value, size_t *bytes, uint64_t timeout_ns,
-                           struct zpp_err *err) {
-    const struct pair_store *store = ctx;
-    char name[64];
-    snprintf(name, sizeof name, "%s/%s", store->prefix, key);
-    return store->whole->get(store->whole->ctx, name, value, bytes, timeout_ns, err);
-}
-
 static zpp_comm *make_pair(const struct test_rank *me, int which) {
     static const int members[PAIRS][2][2] = {{{0, 1}, {2, 3}}, {{0, 2}, {1, 3}}};
     static const char *const names[PAIRS][2] = {{"first row", "second row"}, {"first column", "second column"}};
     const int at = which == ROW ? me->rank / 2 : me->rank % 2, place = which == ROW ? me->rank % 2 : me->rank / 2;
-    struct pair_store pair = {me->store, names[which][at]};
-    const struct zpp_store store = {&pair, pair_set, pair_get};
-    struct zpp_err err = ZPP_ERR_INIT;
-    zpp_comm *comm = NULL;
-    const struct zpp_comm_options options = {.rank = place,
-                                             .ranks = 2,
-                                             .timeout_ns = me->timeout_ns,
-                                             .name = names[which][at],
-                                             .network = {.host_id = me->host, .interface = me->host[0] ? "lo" : ""}};
-    CHECK_OK(zpp_comm_create(&options, &store, &comm, &err));
+    zpp_comm *comm = test_part(me, names[which][at], place, 2);
     zpp_comm_set_job_ranks(comm, members[which][at]);
     return comm;
 }

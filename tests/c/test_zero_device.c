@@ -5,7 +5,7 @@
  * stream_sum.h, so both must give the same bits in every schedule of compute, gather and sums streams: lazy and eager,
  * with random progress, with one hardware queue. No host waits for a GPU between two steps.
  *
- * The same where NCCL moves the bytes, on one host and over several.
+ * The same where NCCL moves the bytes, on one host and over several, also of units of groups that have one each.
  *
  * Each wait of the design is left out in turn (sim_leave_out), and then some schedule must give other bits.
  *
@@ -43,6 +43,11 @@ static void note_streams(struct rank *rank) {
         CHECK_OK(zpp_stream_launch(streams[i], note_number, &arg, sizeof arg, &err));
     }
     numbers[STREAMS - 1] = by->nccl ? SIM(sim_stream_number)(zpp_nccl_stream(by->nccl)) : -1;
+    for (int i = 0; i < rank->zero->groups_count; i++) {
+        const struct zpp_group *group = rank->zero->groups[i];
+        CHECK((group->nccl != NULL) == (by->nccl && group->ranks > 1));
+        if (group->nccl) CHECK(zpp_nccl_stream(group->nccl) == zpp_nccl_stream(by->nccl));
+    }
     CHECK((zpp_zero_gather_way(rank->zero, NULL) == ZPP_GATHER_NCCL) == (rank->run->shape.hosts != NULL));
     test_join(rank->me);
 }
@@ -157,6 +162,12 @@ static const struct shape shapes[] = {
     {3, 3, true, true, 2000, 6000, false, false, 8, false, 0, 4, "abb"},
     {2, 3, false, false, 3000, 0, false, false, 0, false, 0, 0, "ab"}, /* 40 */
     {2, 2, false, false, 1 << 20, 0, false, false, 0, false, 0, 0, "ab"},
+    {4, 3, false, false, 2000, 6000, false, false, 0, false, 2, 0, "aabb"},
+    {4, 2, true, true, 0, 9000, false, false, 0, false, 2, 0, ""},
+    {2, 1, false, false, 0, 0, false, false, 0, false, 2, 0, "ab"},
+    {4, 0, false, false, 0, 0, false, false, 0, false, 2, 0, "aabb"}, /* 45 */
+    {4, 3, false, false, 1 << 20, 0, false, false, 8, false, 2, 8, "abab"},
+    {2, 3, false, false, 1 << 20, 0, false, false, 0, false, 2, 0, "ab"},
 };
 enum { SHAPES = sizeof shapes / sizeof shapes[0] };
 

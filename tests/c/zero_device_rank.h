@@ -58,6 +58,7 @@ struct rank {
     struct run *run;
     zpp_device *host, *device;
     zpp_zero *zero;
+    zpp_comm *part; /* of the group of this rank, where NCCL moves the bytes */
     zpp_event *idle;
     void *state, *grads[UNITS][PARAMS], *initial[UNITS];
     zpp_stream *compute;
@@ -86,6 +87,12 @@ static int add_group(struct rank *rank) {
     for (int r = 0; r < shape->ranks && shape->parts; r++) part_of[r] = r % shape->parts;
     const struct zpp_group_spec spec = {"parts", part_of, 0.0};
     if (shape->parts) CHECK_OK(zpp_zero_add_group(rank->zero, &spec, &group, &err));
+    if (shape->hosts && shape->parts && shape->ranks > shape->parts) {
+        char name[32];
+        snprintf(name, sizeof name, "part %d", part_of[rank->me->rank]);
+        rank->part = test_part(rank->me, name, rank->me->rank / shape->parts, shape->ranks / shape->parts);
+        CHECK_OK(zpp_zero_set_group_comm(rank->zero, group, rank->part, &err));
+    }
     return group;
 }
 
@@ -191,6 +198,7 @@ static void close_rank(struct rank *rank) {
     }
     zpp_event_destroy(rank->idle);
     zpp_zero_destroy(rank->zero);
+    zpp_comm_destroy(rank->part);
     if (rank->native) SIM(sim_stream_destroy)(rank->native);
     zpp_device_destroy(rank->device);
     zpp_device_destroy(rank->host);

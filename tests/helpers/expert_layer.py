@@ -84,3 +84,23 @@ class Layer:
         grads = torch.autograd.grad(y, [*joined, *experts], torch.cat(self.grads).double())
         here = (self.tokens, self.tokens, self.tokens, self.experts, self.experts)
         return [whole[part] for whole, part in zip((y.detach(), *grads), here, strict=True)]
+
+
+class OnDevice:
+    """Tokens, weights and choices of a layer, on a device."""
+
+    def __init__(self, case: str, dtype: torch.dtype, device: str) -> None:
+        import torch.distributed as dist
+
+        layer = Layer(case, dist.get_rank(), dist.get_world_size())
+        rank = layer.rank
+        self.leaves = [part.to(device).requires_grad_() for part in (layer.x[rank].to(dtype), layer.weights[rank])]
+        self.chosen, self.grad = layer.chosen[rank].to(device), layer.grads[rank].to(device, dtype)
+
+    def run(self, exchange: Any, number: int) -> list[torch.Tensor]:
+        """Return rows, sums, and the gradients of tokens and weights, of experts that double."""
+        import zeropp
+
+        rows, plan = zeropp.moe.dispatch(self.leaves[0], self.chosen, EXPERTS, exchange=exchange, layer=number)
+        y = zeropp.moe.combine(rows * 2, plan, self.leaves[1])
+        return [rows, y, *torch.autograd.grad(y, self.leaves, self.grad)]

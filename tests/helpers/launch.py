@@ -12,6 +12,7 @@ A function is taken by its source module and name, so it must stand at the top l
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 import os
@@ -56,6 +57,19 @@ class Outcome:
 
     def __str__(self) -> str:
         return f"rank {self.rank}: exit {self.code} after {self.seconds:.1f} s\n{self.out}{self.err}"
+
+
+def start_on(host: str, device: str) -> None:
+    """Let this rank, in a function of :func:`run_ranks`, be of a host and have a device. Comes before zeropp is imported."""
+    os.environ["ZEROPP_HOST_ID"] = host
+    import torch
+    import torch.distributed as dist
+
+    if device == "sim":
+        sys.path.insert(0, str(ROOT / "tests" / "sim"))
+        importlib.import_module("sim").register_backend()
+    torch.set_default_device(device)
+    dist.init_process_group("gloo")
 
 
 def survivors(outcomes: Sequence[Outcome], victim: int) -> list[Outcome]:

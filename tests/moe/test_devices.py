@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zeropp
-from expert_layer import CASES, EXPERTS, Layer
+from expert_layer import CASES, OnDevice
 from expert_parity import parity
 from ranks import on_ranks
 from zeropp.errors import ConfigError
@@ -21,24 +21,6 @@ from zeropp.zero.model.accelerator import check_experts
 @on_ranks(2, devices=("sim", "sim-lazy", "sim-offload"))
 def test_training_equals_one_process() -> None:
     parity("Mixtral", 2, stage=3)
-
-
-class OnDevice:
-    """Tokens, weights and choices of a layer, on a device."""
-
-    def __init__(self, case: str, dtype: torch.dtype, device: str) -> None:
-        import torch.distributed as dist
-
-        layer = Layer(case, dist.get_rank(), dist.get_world_size())
-        rank = layer.rank
-        self.leaves = [part.to(device).requires_grad_() for part in (layer.x[rank].to(dtype), layer.weights[rank])]
-        self.chosen, self.grad = layer.chosen[rank].to(device), layer.grads[rank].to(device, dtype)
-
-    def run(self, exchange: Any, number: int) -> list[torch.Tensor]:
-        """Return rows, sums, and the gradients of tokens and weights, of experts that double."""
-        rows, plan = zeropp.moe.dispatch(self.leaves[0], self.chosen, EXPERTS, exchange=exchange, layer=number)
-        y = zeropp.moe.combine(rows * 2, plan, self.leaves[1])
-        return [rows, y, *torch.autograd.grad(y, self.leaves, self.grad)]
 
 
 @pytest.mark.parametrize("case", list(CASES))

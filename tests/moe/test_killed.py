@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import run_ranks, survivors
+from launch import run_ranks, start_on, survivors
 from ranks import simulated
 
 PHASES = ("dispatch", "combine", "backward of combine", "backward of dispatch")
@@ -21,17 +19,11 @@ VICTIM = 1
 
 
 def killed_before(rank: int, ranks: int, phase: int, folder: str, hosts: str, device: str = "cpu") -> dict[str, Any]:
-    os.environ["ZEROPP_HOST_ID"] = hosts[rank]
+    start_on(hosts[rank], device)
     import torch
     import torch.distributed as dist
-
-    if device == "sim":
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
-        importlib.import_module("sim").register_backend()
-    torch.set_default_device(device)
     import zeropp
 
-    dist.init_process_group("gloo")
     exchange = zeropp.moe.Exchange(dist.group.WORLD)
     layer = exchange.layer("blocks.0.experts")
 
@@ -62,6 +54,7 @@ def killed_before(rank: int, ranks: int, phase: int, folder: str, hosts: str, de
         y = zeropp.moe.combine(Between.apply(rows), plan, weights)
         arrive(2)
         y.sum().backward()
+        exchange.comm.barrier()  # the host of a GPU may have enqueued all, and waits for nobody
     except zeropp.CommError as error:
         return {"at": time.time(), "rank": error.rank, "text": str(error)}
     return {"at": 0.0, "rank": None, "text": "no error"}
@@ -99,13 +92,17 @@ def test_it_is_named_in_every_phase(hosts: str, phase: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "phase", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
-)
-def test_it_is_named_where_streams_wait_for_its_gpu(phase: int, tmp_path: Path) -> None:
+    ("hosts", "phase"),
+    [
+        pytest.param("aaa", 0, marks=pytest.mark.slow), ("aaa", 1), pytest.param("aaa", 2, marks=pytest.mark.slow), ("aaa", 3),
+        *(pytest.param("aab", phase, marks=pytest.mark.slow) for phase in range(4)),
+    ],
+)  # fmt: skip
+def test_it_is_named_where_streams_wait_for_its_gpu(hosts: str, phase: int, tmp_path: Path) -> None:
     """What the victim enqueued on its GPU has not run, so the others' streams wait for it until its end is noticed."""
     environment = simulated("sim-lazy")
     outcomes = run_ranks(
-        3, killed_before, phase, str(tmp_path), "aaa", "sim", timeout=240, check=False, env=environment
+        3, killed_before, phase, str(tmp_path), hosts, "sim", timeout=240, check=False, env=environment
     )
     texts_of_survivors(outcomes, tmp_path)
 
@@ -147,8 +144,10 @@ class Struck:
         return run
 
 
-def trained_until(rank: int, ranks: int, signal_name: str, place: str, folder: str, hosts: str, stage: int) -> Any:
-    os.environ["ZEROPP_HOST_ID"] = hosts[rank]
+def trained_until(
+    rank: int, ranks: int, signal_name: str, place: str, folder: str, hosts: str, stage: int, device: str = "cpu"
+) -> Any:
+    start_on(hosts[rank], device)
     import datetime
 
     import torch
@@ -156,7 +155,6 @@ def trained_until(rank: int, ranks: int, signal_name: str, place: str, folder: s
     import zeropp
     from zeropp.zero.engine import engine_of
 
-    dist.init_process_group("gloo")
     # Only now: a busy machine takes longer to start the ranks.
     seconds = TIMEOUT_S if signal_name == "SIGSTOP" else 60.0
     dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout = datetime.timedelta(seconds=seconds)
@@ -239,6 +237,21 @@ def test_all_ranks_name_it_in_training(signal_name: str, place: str, hosts: str,
             assert re.search(rf"rank {outcome.rank} of .* has waited 10 s in .* for rank", outcome.err), str(outcome)
         took = value["at"] - struck_at
         assert took < DEAD_S + (TIMEOUT_S if stopped else 0), value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["products", "reduction", "step"])
+def test_all_ranks_name_it_on_gpus_of_hosts(place: str, tmp_path: Path) -> None:
+    """NCCL moves the shards, and a rank that is killed is named by those that share its host, its experts or neither."""
+    outcomes = run_ranks(
+        4, trained_until, "SIGKILL", place, str(tmp_path), "aabb", 3, "sim", timeout=120, check=False,
+        env=simulated("sim"),
+    )  # fmt: skip
+    assert outcomes[VICTIM].code == -signal.SIGKILL, str(outcomes[VICTIM])
+    struck_at = float((tmp_path / "struck").read_text())
+    for outcome in survivors(outcomes, VICTIM):
+        assert (outcome.value["rank"], outcome.value["kind"]) == (VICTIM, "CommError"), outcome.value
+        assert outcome.value["at"] - struck_at < DEAD_S, outcome.value
 
 
 def evaluates_alone(rank: int, ranks: int) -> Any:

@@ -49,6 +49,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"step_in_backward": True},
         "step_in_backward over several hosts is not supported yet; leave it out",
     ),
+    "experts on the host": (
+        {"experts": zeropp.Experts(offload=zeropp.Offload(optimizer="cpu"))},
+        r"Experts\(offload=\) over several hosts is not supported yet; leave it out",
+    ),
     "second copies": (
         {"comm": zeropp.Comm(secondary_shard="host")},
         r"Comm\(secondary_shard='host'\) over several hosts is not",

@@ -221,7 +221,8 @@ static zpp_status join(void *arg, void *native, const struct zpp_wait *wait, str
 
 static zpp_status prepare(struct zpp_nccl *nccl, ncclUniqueId *id, struct zpp_err *err) {
     zpp_status status = zpp_nccl_api(&nccl->api, err);
-    if (status == ZPP_OK) status = zpp_stream_create(nccl->device, ZPP_STREAM_THREAD, "nccl", &nccl->stream, err);
+    if (status == ZPP_OK && !nccl->borrows_stream)
+        status = zpp_stream_create(nccl->device, ZPP_STREAM_THREAD, "nccl", &nccl->stream, err);
     if (status == ZPP_OK) status = zpp_stream_create(nccl->device, ZPP_STREAM_HOST, "caller", &nccl->caller, err);
     if (status == ZPP_OK) status = zpp_event_create(nccl->device, &nccl->before, err);
     if (status != ZPP_OK || nccl->control->rank != 0) return status;
@@ -263,14 +264,17 @@ static zpp_status join_ranks(struct zpp_nccl *nccl, const struct zpp_wait *wait,
     return status;
 }
 
-zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct zpp_wait *wait, zpp_nccl **out,
-                           struct zpp_err *err) {
+/* `stream`: borrowed; NULL: the group makes its own. */
+static zpp_status create(zpp_comm *control, zpp_device *device, zpp_stream *stream, const struct zpp_wait *wait,
+                         zpp_nccl **out, struct zpp_err *err) {
     struct zpp_nccl *nccl = calloc(1, sizeof *nccl);
     if (!nccl) return zpp_fail(err, ZPP_NOMEM, "comm: no memory for a group on GPUs");
     zpp_cond_init(&nccl->changed);
     pthread_mutex_init(&nccl->lock, NULL);
     nccl->control = control;
     nccl->device = device;
+    nccl->stream = stream;
+    nccl->borrows_stream = stream != NULL;
     nccl->holders = 1;
     nccl->running.last = &nccl->running.first;
     nccl->gathered.last = &nccl->gathered.first;
@@ -281,6 +285,16 @@ zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct z
     else
         zpp_nccl_destroy(nccl);
     return status;
+}
+
+zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct zpp_wait *wait, zpp_nccl **out,
+                           struct zpp_err *err) {
+    return create(control, device, NULL, wait, out, err);
+}
+
+zpp_status zpp_nccl_create_behind(zpp_nccl *first, zpp_comm *control, const struct zpp_wait *wait, zpp_nccl **out,
+                                  struct zpp_err *err) {
+    return create(control, first->device, first->stream, wait, out, err);
 }
 
 /* Flush while the group has no error; remaining works end with it. */
@@ -323,7 +337,7 @@ void zpp_nccl_destroy(zpp_nccl *nccl) {
     pthread_mutex_unlock(&nccl->lock);
     if (nccl->caller) zpp_stream_adopt(nccl->caller, NULL); /* the caller's stream may be destroyed */
     zpp_event_destroy(nccl->before);
-    zpp_stream_destroy(nccl->stream);
+    if (!nccl->borrows_stream) zpp_stream_destroy(nccl->stream);
     zpp_stream_destroy(nccl->caller);
     zpp_nccl_drop(nccl);
 }

@@ -29,6 +29,11 @@ typedef struct zpp_nccl_work zpp_nccl_work;
  * without NCCL, on every rank. */
 zpp_status zpp_nccl_create(zpp_comm *control, zpp_device *device, const struct zpp_wait *wait, zpp_nccl **out,
                            struct zpp_err *err);
+/* The same, of some of the ranks of `first`, on the stream of `first`: calls of both run in the order in which they are
+ * enqueued. So where all ranks enqueue in one order, no call waits for one of the other communicator that waits for it.
+ * One thread submits to both. `first` is destroyed after `*out`. */
+zpp_status zpp_nccl_create_behind(zpp_nccl *first, zpp_comm *control, const struct zpp_wait *wait, zpp_nccl **out,
+                                  struct zpp_err *err);
 /* Wait for submitted work until the group fails or its timeout expires. NULL is allowed. Before zpp_comm_destroy of
  * `control`. */
 void zpp_nccl_destroy(zpp_nccl *nccl);

@@ -39,6 +39,7 @@ struct zpp_nccl {
     zpp_device *device;
     const struct zpp_nccl_api *api;
     zpp_stream *stream, *caller; /* the group's own, whatever stream the caller has */
+    bool borrows_stream;         /* of the group that it was made behind */
     zpp_event *before;           /* recorded on the caller's stream when a call comes */
     void *native;                /* of `stream` */
     uint64_t *halt;              /* NULL, or zpp_nccl_set_halt */

@@ -58,7 +58,7 @@ static zpp_status make_qcopies(zpp_zero *zero, struct zpp_err *err) {
     size_t bytes = 0;
     if (!zpp_zero_by_nccl(zero) || !zpp_wire_quantises_params(zero)) return ZPP_OK;
     for (int i = 0; i < zero->moving_count; i++) {
-        const size_t unit_bytes = qcopy_stride(zero, zero->moving[i]) * (size_t)zero->ranks;
+        const size_t unit_bytes = qcopy_stride(zero, zero->moving[i]) * (size_t)zero->moving[i]->group->ranks;
         if (unit_bytes > bytes) bytes = unit_bytes;
     }
     const zpp_status status = bytes ? zpp_device_alloc(zero->options.device, bytes, &memory, err) : ZPP_OK;
@@ -197,8 +197,8 @@ static zpp_status copy_shards(zpp_zero *zero, const struct zpp_unit *unit, bool 
     const size_t bytes = zpp_unit_shard_bytes(unit);
     const struct zpp_group *group = unit->group;
     zpp_status status = await_stepped(zero, err);
-    if (status == ZPP_OK && zpp_zero_by_nccl(zero))
-        status = zpp_by_nccl_all_gather(zero, zero->gather, zpp_internode_object(zero, unit), unit->whole, unit->shard,
+    if (status == ZPP_OK && group->nccl)
+        status = zpp_by_nccl_all_gather(group, zero->gather, zpp_internode_object(zero, unit), unit->whole, unit->shard,
                                         bytes, err);
     else if (status == ZPP_OK) status = copy_by_engines(zero, unit, from_whole, err);
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER, bytes * (size_t)(group->ranks - 1));
@@ -210,12 +210,12 @@ static zpp_status read_qcopies(zpp_zero *zero, const struct zpp_unit *unit, stru
     const struct zpp_group *group = unit->group;
     const size_t stride = qcopy_stride(zero, unit);
     zpp_status status = await_stepped(zero, err);
-    if (status == ZPP_OK && zpp_zero_by_nccl(zero))
-        status = zpp_by_nccl_all_gather(zero, zero->gather, zpp_internode_object(zero, unit), on->qcopies,
+    if (status == ZPP_OK && group->nccl)
+        status = zpp_by_nccl_all_gather(group, zero->gather, zpp_internode_object(zero, unit), on->qcopies,
                                         qcopy_of(zero, unit, zero->rank), stride, err);
     for (int at = 0; at < group->ranks && status == ZPP_OK; at++) {
         const unsigned char *qcopy =
-            zpp_zero_by_nccl(zero) ? on->qcopies + (size_t)at * stride : qcopy_of(zero, unit, group->members[at]);
+            group->nccl ? on->qcopies + (size_t)at * stride : qcopy_of(zero, unit, group->members[at]);
         status = zpp_wire_device_read_qcopy(zero, unit, qcopy, zpp_unit_shard_of_whole(unit, at), err);
     }
     zpp_comm_count(zero->options.comm, ZPP_TRAFFIC_ALL_GATHER,

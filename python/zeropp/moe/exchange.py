@@ -77,10 +77,12 @@ class Exchange:
 
         The first call with a GPU is collective. In a graph that a compiler makes before it, tokens cross in host memory.
         """
-        if device.type == "cpu" or self.network is not None:
+        if device.type == "cpu":
             return _CPU
         if self.device is None and not torch.compiler.is_compiling():
             reason = self.core.open_device(device.type, device.index)
+            if self.network is not None:
+                reason = self.network.open(device, reason)
             self.device = device if reason is None else _CPU
             if reason is not None:
                 _log.warning("zeropp.moe: tokens of %s cross in host memory, which is slow: %s", device, reason)
@@ -179,9 +181,16 @@ def _cross(hidden: Tensor, chosen: Tensor, experts: int, one: Exchange, layer: i
     """The dispatch of tokens where they cross, by choices in memory of the host."""
     if one.network is None:
         return _gather(hidden, chosen, experts, one, layer)
-    way = route(chosen, hidden, experts, one.network, layer)
+    way = _route(chosen, hidden, experts, one.network, layer)
     ticket = begin(hidden, way, Phase.DISPATCH, one.network)
     return _gather(end(ticket, hidden, way, Phase.DISPATCH, one.network), way.chosen, experts, one, layer, way)
+
+
+def _route(chosen: Tensor, hidden: Tensor, experts: int, network: Network, layer: int) -> Route:
+    """The ways of tokens by choices in memory of the host, where the tokens are."""
+    way = route(chosen, hidden, experts, network, layer)
+    pairs, slots = (part.to(hidden.device, non_blocking=True) for part in (way.pairs, way.slots))
+    return way._replace(pairs=pairs, slots=slots)
 
 
 def _gather(
@@ -287,11 +296,12 @@ def through(
         rows, plan = _dispatch(hidden, chosen, experts, exchange, layer)
         return combine(compute(rows, plan.ends), plan, weights)
     sizes = [hidden.shape[0] * (at + 1) // count - hidden.shape[0] * at // count for at in range(count)]
+    device, where = hidden.device, exchange._where(hidden.device)
     pieces = [
         _Piece(*part, experts, exchange, network, layer)
         for part in zip(
-            hidden.contiguous().split(sizes), chosen.to(torch.int32).contiguous().split(sizes),
-            weights.float().contiguous().split(sizes), strict=True,
+            hidden.contiguous().to(where).split(sizes), chosen.to("cpu", torch.int32).contiguous().split(sizes),
+            weights.float().contiguous().to(where).split(sizes), strict=True,
         )
     ]  # fmt: skip
     pieces[0].leave()
@@ -301,9 +311,9 @@ def through(
         assert piece is not None
         if following is not None:
             following.leave()
-        piece.pass_through(compute)
+        piece.pass_through(lambda rows, ends: compute(rows.to(device), ends).to(where))
     returned = [piece.returned() for piece in pieces]
-    return returned[0] if count == 1 else torch.cat(returned)
+    return (returned[0] if count == 1 else torch.cat(returned)).to(device)
 
 
 class _Piece:
@@ -315,7 +325,7 @@ class _Piece:
     ) -> None:  # fmt: skip
         self.hidden, self.weights, self.experts, self.exchange, self.layer = hidden, weights, experts, exchange, layer
         self.network = network
-        self.way = route(chosen, hidden, experts, network, layer)
+        self.way = _route(chosen, hidden, experts, network, layer)
 
     def leave(self) -> None:
         self.tickets = [self._begin(self.hidden, Phase.DISPATCH), self._begin(self.weights, Phase.WEIGHTS)]

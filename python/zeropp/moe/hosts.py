@@ -13,6 +13,8 @@ moves are all there is, and each is the gradient of the other one:
 The network carries, each way, a row for each pair of a token and another host that has some of its experts. With
 ``Comm(tokens="int8")`` the rows are int8 with one fp32 scale s = max |x| / 127 a row (as ZeroQuant's tokens, Yao et al. 2022): s round(x / s)
 is off by at most s / 2. The weights stay as they are.
+
+Rows on GPUs stay there, and NCCL moves them. The host plans their ways by the choices alone, and waits for nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from zeropp import _C
 from zeropp.comm.group import BYTES, DTYPE_CODES, dtype_code, rows_of
-from zeropp.errors import CommError
+from zeropp.errors import CommError, NotBuiltError
 
 __all__ = ["Network", "Phase", "Route", "begin", "end", "route"]
 
@@ -73,9 +75,31 @@ class Network:
         self.elsewhere = [int(host != comm.host_of[comm.rank]) for host in comm.host_of]
         self.calls: collections.Counter[int] = collections.Counter()
         self.transits: dict[int, _Transit] = {}
+        self.nccl: Any = None
+        """``_C.Nccl``, which moves rows in memory of GPUs, once tokens came there."""
         self._tickets = itertools.count(1)
         self.number = next(_numbers)
         _networks[self.number] = self
+
+    def open(self, device: torch.device, reason: str | None) -> str | None:
+        """Let rows cross in memory of a GPU; return why they cannot. Collective.
+
+        Args:
+            reason: why the ranks of this host cannot read each other's rows there; None: they can.
+        """
+        failed = torch.tensor([reason is not None], dtype=torch.int64, device="cpu")
+        self.comm.all_reduce(failed.data_ptr(), 1, DTYPE_CODES[torch.int64], _MAX)
+        if failed:
+            return reason or "the GPUs of another host cannot read each other's memory"
+        try:
+            self.nccl = _C.Nccl(self.comm, device.index or 0)
+        except NotBuiltError as error:
+            return str(error)
+        return None
+
+    def memory_like(self, rows: Tensor, count: int, width: int) -> Tensor:
+        """Return memory (count, width), of the type and device of ``rows``."""
+        return self.empty(count, width, rows.dtype) if rows.is_cpu else rows.new_empty(count, width)
 
     def pieces(self, hidden: Tensor, chunks: int | str) -> int:
         """Return in how many pieces the tokens of a call go, the same on all ranks; for "auto" collective."""
@@ -86,17 +110,36 @@ class Network:
         return max(1, min(_MOST_PIECES, int(most) // _PIECE_BYTES))
 
     def swap(self, out: Tensor, came: Tensor, sends: list[int], receives: list[int], tag: int, later: bool) -> Any:
-        """Exchange rows, in order of ranks; return a ``_C.Work`` if ``later``, else None."""
+        """Exchange rows, in order of ranks; return a ``_C.Work`` if ``later``, a ``_C.NcclWork`` of rows on a GPU, else None."""
         dsts, srcs = rows_of(came, receives), rows_of(out, sends)
+        if not out.is_cpu:
+            return self.nccl.submit_exchange(
+                _ALL_TO_ALL, BYTES, 0, dsts, srcs, tag, (out, came), _stream_of(out.device)
+            )
         if later:
             return self.comm.submit_exchange(_ALL_TO_ALL, BYTES, 0, dsts, srcs, tag, (out, came))
         self.comm.exchange(_ALL_TO_ALL, BYTES, 0, dsts, srcs, tag)
         return None
 
-    def put(self, transit: _Transit) -> int:
-        ticket = next(self._tickets)
-        self.transits[ticket] = transit
+    def put(self, transit: _Transit) -> Tensor:
+        """Keep what is on its way; return its ticket."""
+        own = transit.own
+        ticket = own.new_empty(1, dtype=torch.float64)
+        if own.is_cpu:
+            ticket.fill_(next(self._tickets))
+        self.transits[_key(ticket)] = transit._replace(ticket=ticket)
         return ticket
+
+    def take(self, ticket: Tensor) -> _Transit:
+        """Return what is there now: of rows on a GPU, for all that its stream gets from now on."""
+        transit = self.transits.pop(_key(ticket))
+        if transit.work is None:
+            return transit
+        if ticket.is_cpu:
+            transit.work.wait()
+        else:
+            transit.work.order(_stream_of(ticket.device))
+        return transit
 
     def greet(self, form: list[int], counts: Tensor) -> list[int]:
         """Tell each rank elsewhere how many rows come, and compare the format; return how many come from each."""
@@ -140,16 +183,18 @@ class Route(NamedTuple):
 
 
 class _Transit(NamedTuple):
-    """Rows on their way."""
+    """Rows on their way, and all memory that their move reads and writes."""
 
     work: Any
-    """``_C.Work``, or None: they are there."""
+    """``_C.Work``, ``_C.NcclWork``, or None: they are there."""
     own: Tensor
     """A send: (T + G, W), where guests arrive behind the own rows. A sum: the same, whose guests leave."""
     came: Tensor | None
     """(P, W): a sum's rows from other hosts."""
+    sent: Tensor
     codes: Tensor | None = None
     """What comes in fewer bits in place of these rows, or of a send's guests."""
+    ticket: Tensor | None = None
 
 
 def route(chosen: Tensor, hidden: Tensor, experts: int, network: Network, layer: int) -> Route:
@@ -188,7 +233,16 @@ def _tag(phase: int, form: list[int]) -> int:
 
 # --- operators -------------------------------------------------------------------------------------------------------
 # A ticket is a float64 (1,) whose value is a number, and so is its gradient: the backward of `end` begins the opposite move, and that
-# of `begin` ends it.
+# of `begin` ends it. Of rows on a GPU it lies there, so that torch runs both in the thread and on the stream of that GPU. Its address is
+# the number then, because to read a value the host would wait.
+
+
+def _key(ticket: Tensor) -> int:
+    return int(ticket) if ticket.is_cpu else ticket.data_ptr()
+
+
+def _stream_of(device: torch.device) -> int:
+    return _C.current_stream(device.type, device.index or 0)
 
 
 def _run_route(chosen: Tensor, width: int, dtype: int, experts: int, layer: int, network: int) -> tuple[Tensor, ...]:
@@ -201,9 +255,10 @@ def _run_route(chosen: Tensor, width: int, dtype: int, experts: int, layer: int,
     given = (facts.data_ptr(), net.host_of.data_ptr(), chosen.data_ptr(), tokens, counts.data_ptr())
     _C.moe_hosts_count(*given)
     sends = counts[: net.ranks]
-    pairs = torch.empty(int(sends.sum()), dtype=torch.int32, device="cpu")
+    there = net.nccl is not None  # pinned, for a GPU
+    pairs = torch.empty(int(sends.sum()), dtype=torch.int32, device="cpu", pin_memory=there)
     theirs = torch.empty(len(pairs), k, dtype=torch.int32, device="cpu")
-    slots = torch.empty(tokens, net.hosts, dtype=torch.int64, device="cpu")
+    slots = torch.empty(tokens, net.hosts, dtype=torch.int64, device="cpu", pin_memory=there)
     net.calls[layer] += 1
     form = [layer, net.calls[layer], width, dtype, k, experts]
     receives = net.greet(form, sends)
@@ -224,39 +279,39 @@ def _run_begin(
     if net.narrow and phase not in (Phase.WEIGHTS, Phase.WEIGHTS_BACK):
         return _begin_narrow(net, rows, pairs, tokens, (sends, receives), phase, tag, later)
     if phase in _SENDS:
-        packed, out = (net.empty(count, width, rows.dtype) for count in (len(pairs), tokens + sum(receives)))
+        packed, out = (net.memory_like(rows, count, width) for count in (len(pairs), tokens + sum(receives)))
         torch.index_select(rows, 0, pairs, out=packed)
         work = net.swap(packed, out[tokens:], sends, receives, tag, later)
         out[:tokens].copy_(rows)
-        transit = _Transit(work, out, None)
+        transit = _Transit(work, out, None, packed)
     else:
-        rows, came = rows.contiguous(), net.empty(len(pairs), width, rows.dtype)
-        transit = _Transit(net.swap(rows[tokens:], came, receives, sends, tag, later), rows, came)
-    return torch.tensor([net.put(transit)], dtype=torch.float64, device="cpu")
+        rows, came = rows.contiguous(), net.memory_like(rows, len(pairs), width)
+        transit = _Transit(net.swap(rows[tokens:], came, receives, sends, tag, later), rows, came, rows)
+    return net.put(transit)
 
 
 def _begin_narrow(
     net: Network, rows: Tensor, pairs: Tensor, tokens: int, counts: tuple[list[int], list[int]], phase: int, tag: int, later: bool
 ) -> Tensor:  # fmt: skip
     sends, receives = counts
-    width = rows.shape[1]
-    if phase in _SENDS:
-        codes = torch.empty(sum(receives), width + _SCALE_BYTES, dtype=torch.uint8, device="cpu")
-        own = net.empty(tokens + sum(receives), width, rows.dtype)
-        work = net.swap(_narrowed(rows.index_select(0, pairs)), codes, sends, receives, tag, later)
+    width, is_send = rows.shape[1], phase in _SENDS
+    sent = _narrowed(rows.index_select(0, pairs) if is_send else rows[tokens:])
+    come = sum(receives) if is_send else len(pairs)
+    codes = rows.new_empty(come, width + _SCALE_BYTES, dtype=torch.uint8)
+    work = net.swap(sent, codes, *((sends, receives) if is_send else (receives, sends)), tag, later)
+    if is_send:
+        own = net.memory_like(rows, tokens + come, width)
         own[:tokens].copy_(rows)
-        transit = _Transit(work, own, None, codes)
+        transit = _Transit(work, own, None, sent, codes)
     else:
-        codes = torch.empty(len(pairs), width + _SCALE_BYTES, dtype=torch.uint8, device="cpu")
-        work = net.swap(_narrowed(rows[tokens:]), codes, receives, sends, tag, later)
-        transit = _Transit(work, rows.contiguous(), net.empty(len(pairs), width, rows.dtype), codes)
-    return torch.tensor([net.put(transit)], dtype=torch.float64, device="cpu")
+        transit = _Transit(work, rows.contiguous(), net.memory_like(rows, come, width), sent, codes)
+    return net.put(transit)
 
 
 def _narrowed(rows: Tensor) -> Tensor:
     """Return rows (N, W) as bytes (N, W + 4): int8 codes, and the scale. Rows that are not finite become NaN."""
     if not len(rows):  # torch has no bytes of nothing
-        return torch.empty(0, rows.shape[1] + _SCALE_BYTES, dtype=torch.uint8, device="cpu")
+        return rows.new_empty(0, rows.shape[1] + _SCALE_BYTES, dtype=torch.uint8)
     values = rows.float()
     scales = values.abs().amax(1, keepdim=True) / 127
     codes = torch.where(scales > 0, values / scales, 0.0).round_().to(torch.int8)
@@ -277,18 +332,30 @@ def _run_end(
     later: bool, network: int,
 ) -> Tensor:  # fmt: skip
     net = _networks[network]
-    work, own, came, codes = net.transits.pop(int(ticket))
-    if work is not None:
-        work.wait()
+    _, own, came, _, codes, _ = net.take(ticket)
     if codes is not None:
         _widen(codes, own[slots.shape[0] :] if came is None else came)
     if came is None:
         return own
+    if not own.is_cpu:
+        return _summed(own, came, slots)
     tokens = slots.shape[0]
     y = net.empty(tokens, width, dtype)
     given = (own.data_ptr(), came.data_ptr(), slots.data_ptr(), tokens, net.hosts, width, dtype_code(dtype))
     _C.moe_hosts_sum(*given, y.data_ptr())
     return y
+
+
+def _summed(own: Tensor, came: Tensor, slots: Tensor) -> Tensor:
+    """Return the sum over hosts of each token, in fp32 in their order (csrc/ops/moe/hosts.h), on a GPU."""
+    tokens = slots.shape[0]
+    every = torch.cat([own[:tokens], came])
+    places = torch.where(slots < 0, 0, (slots >> 32) * tokens + (slots & 0xFFFFFFFF))
+    y = torch.zeros(tokens, own.shape[1], dtype=torch.float32, device=own.device)
+    for host in range(slots.shape[1]):
+        rows = every.index_select(0, places[:, host]).float()
+        y += torch.where(slots[:, host : host + 1] < 0, 0.0, rows)
+    return y.to(own.dtype)
 
 
 def _fake_route(chosen: Tensor, width: int, dtype: int, experts: int, layer: int, network: int) -> tuple[Tensor, ...]:
@@ -367,6 +434,6 @@ def register_operators(operators: dict[str, tuple[str, Any, Any]], key: str = "C
     return library
 
 
-_library = register_operators(_OPERATORS)
+_library = register_operators(_OPERATORS, "CompositeExplicitAutograd")
 torch.library.register_autograd("zeropp::moe_hosts_begin", _begin_backward, setup_context=_begin_context, lib=_library)
 torch.library.register_autograd("zeropp::moe_hosts_end", _end_backward, setup_context=_end_context, lib=_library)

@@ -152,7 +152,10 @@ def check_experts(config: Config, device: torch.device, ranks: int) -> None:
 def _check_nccl(config: Config, device: torch.device, ranks: JobRanks, where: str) -> None:
     """Raise zeropp.ConfigError for what does not work yet where NCCL moves the shards."""
     others = {
-        "Config.experts": config.experts is not None,
+        "Experts(offload=)": isinstance(config.experts, Experts) and config.experts.offload is not None,
+        "Config.experts in a mesh of several dimensions": config.experts is not None
+        and ranks.job is not None
+        and ranks.job is not ranks.data,
         "step_in_backward": config.step_in_backward,
         "Comm(secondary_shard='host')": bool(config.comm.secondary_shard),
     }
