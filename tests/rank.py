@@ -59,11 +59,11 @@ def sum_on_the_host() -> None:
             tensors, spec = torch.utils._pytree.tree_flatten((args, keywords))
             here = [one.cpu() if isinstance(one, torch.Tensor) else one for one in tensors]
             args, keywords = torch.utils._pytree.tree_unflatten(here, spec)
-            work = collective(*args, **keywords)
-            for one, moved in zip(tensors, here, strict=True):
-                if one is not moved:
-                    one.detach().copy_(moved)
-            return work
+            work = Received(collective(*args, **keywords), list(zip(tensors, here, strict=True)))
+            if keywords.get("async_op"):
+                return work
+            work.arrive()
+            return None
 
         return call
 
@@ -82,7 +82,7 @@ def between_two_on_the_host() -> None:
 
     def receive(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
         moved = tensor.cpu()
-        return Received(irecv(moved, *args, **keywords), tensor, moved)
+        return Received(irecv(moved, *args, **keywords), [(tensor, moved)])
 
     def batch(ops: list[Any]) -> list[Any]:
         peers = ({"group_src" if one.op is receive else "group_dst": one.group_peer} for one in ops)
@@ -95,13 +95,20 @@ def between_two_on_the_host() -> None:
 class Received:
     """What comes through the host: it is on the device after wait()."""
 
-    def __init__(self, work: Any, tensor: torch.Tensor, moved: torch.Tensor) -> None:
-        self._work, self._tensor, self._moved = work, tensor, moved
+    def __init__(self, work: Any, tensors: list[tuple[Any, Any]]) -> None:
+        self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
         self._work.wait()
-        if self._moved is not self._tensor:
-            self._tensor.detach().copy_(self._moved)
+        self.arrive()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def arrive(self) -> None:
+        for tensor, moved in self._tensors:
+            if moved is not tensor:
+                tensor.detach().copy_(moved)
 
 
 def offload_by_default() -> None:

@@ -292,9 +292,11 @@ def test_stages_go_on_from_a_checkpoint() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "shards on the host of each of 2 hosts are": {"offload": zeropp.Offload(params="cpu", optimizer="cpu")},
+    "a mesh of several dimensions with shards on the hosts of several hosts is": {
+        "offload": zeropp.Offload(params="cpu", optimizer="cpu")
+    },
     "step_in_backward over several hosts is": {"step_in_backward": True},
-    "Config.experts over several hosts is": {"experts": 2},
+    "Config.experts in a mesh of several dimensions over several hosts is": {"experts": 2},
 }
 
 
@@ -317,5 +319,7 @@ def test_stages_on_different_numbers_of_hosts() -> None:
     with over("aaab"):
         require_same(of_stages(COPY if rank < 2 else NCCL, stage=2), wanted)
         for said in told(sentence(lambda: of_stages(ON_HOST, stage=3, offload=True), zeropp.ConfigError)):
-            assert "shards on the host of each of 2 hosts are not supported yet" in said, said
+            assert (
+                "a mesh of several dimensions with shards on the hosts of several hosts is not supported yet" in said
+            ), said
             assert "a mesh whose data dimensions lie within a host" in said, said

@@ -196,16 +196,12 @@ def test_what_several_hosts_lack_is_refused(what: str) -> None:
 
 
 @on_ranks("2 hosts", devices=("sim",))
-def test_weights_in_fewer_bits_and_meshes_are_refused() -> None:
-    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+def test_weights_in_fewer_bits_are_refused() -> None:
     stored = zeropp.Config(precision=zeropp.Precision(param="bf16", stored="int8"), offload=Offload(params="cpu"))
     with pytest.raises(
         zeropp.ConfigError, match=r"Precision\(stored=\) with shards on the hosts of several hosts is not"
     ):
         zeropp.prepare(Model(), None, stored)
-    model = Model()
-    with pytest.raises(zeropp.ConfigError, match="a mesh of several dimensions with shards on the hosts of several"):
-        zeropp.prepare(model, optimizer_of("AdamW", model), zeropp.Config(offload=ON_HOST), mesh=mesh)
 
 
 @on_ranks("2 hosts", devices=("sim",))

@@ -189,14 +189,14 @@ def shares_in_file(units: Sequence[UnitSizes], fraction: float) -> list[float]:
 
 
 def delayed_bytes(
-    units: Sequence[UnitSizes], params_share: float, grads_share: float, ranks: int
+    units: Sequence[UnitSizes], params_share: float, grads_share: float, *, alone: bool
 ) -> tuple[int, dict[str, float]]:
     """Return (bytes in memory, bytes in files by kind) of a delayed update, each where its kind lives: the new values of this rank's
-    shards, and its gradients."""
+    shards, and its gradients. ``alone``: one rank, whose shards are where it computes."""
     shares = shares_in_file(units, params_share)
     values = [unit.own_elems * unit.param_bytes * unit.trainable for unit in units]
     grads = sum(unit.own_elems * unit.grad_bytes for unit in units if unit.trainable)
-    back = grads if ranks > 1 or grads_share else 0.0  # one rank alone hands over its p.grad
+    back = 0.0 if alone and not grads_share else grads  # one rank alone hands over its p.grad
     held = sum(unit.own_elems * unit.grad_bytes for unit in units if unit.trainable and unit.held)
     in_files = {
         "params": sum(own * share for own, share in zip(values, shares, strict=True)),

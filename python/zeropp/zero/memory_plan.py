@@ -459,7 +459,7 @@ def _offloaded(
     delayed = dict.fromkeys(("params", "grads"), 0.0)
     if run.config.offload.delayed_update is not None:
         grads_share = run.fraction("grads") if run.on_nvme("grads") else 0.0
-        held["delayed"], delayed = delayed_bytes(units, run.fraction("params"), grads_share, run.ranks)
+        held["delayed"], delayed = delayed_bytes(units, run.fraction("params"), grads_share, alone=run.alone)
         if round(sum(delayed.values())):
             in_file["delayed"] = round(sum(delayed.values()))
     if loads_units(run.config):

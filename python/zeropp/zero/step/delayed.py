@@ -145,7 +145,8 @@ class Delayed(StepSchedule):
 
     def planned_bytes(self, engine: ModelState, paper: dict[str, int]) -> Bytes:
         exact = sizes_of(engine, padded=False)
-        held, in_files = delayed_bytes(exact, engine.params.fraction, engine.grads.fraction, engine.ranks)
+        alone = engine.ranks == 1 and not engine.offloads
+        held, in_files = delayed_bytes(exact, engine.params.fraction, engine.grads.fraction, alone=alone)
         found: Bytes = {("cpu", "delayed"): held}
         if any(in_files.values()):
             found["nvme", "delayed"] = round(sum(in_files.values()))
