@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import zeropp
+import zeropp.comm
 from launch import run_ranks
+from ranks import on_ranks
 from reference import onebit
 
 RANKS, CALLS = 3, 4
@@ -14,7 +19,7 @@ SHAPES = [(1000, 48), (4096, 4096), (5, 16), (0, 16)]
 
 
 def inputs(rank: int, call: int, elems: int) -> torch.Tensor:
-    return torch.randn(elems, generator=torch.Generator().manual_seed(100 * call + rank)).mul_(rank + 1)
+    return torch.randn(elems, generator=torch.Generator().manual_seed(100 * call + rank), device="cpu").mul_(rank + 1)
 
 
 class Reference:
@@ -40,10 +45,6 @@ class Reference:
 
 
 def body(rank: int, ranks: int) -> dict[str, Any]:
-    import torch.distributed as dist
-    import zeropp
-    import zeropp.comm
-
     dist.init_process_group("zeropp")
     answer: dict[str, Any] = {"sentences": []}
     for elems, chunk in SHAPES:
@@ -80,6 +81,34 @@ def body(rank: int, ranks: int) -> dict[str, Any]:
             answer["sentences"].append(str(error))
     answer["values"] = whole.tolist()
     return answer
+
+
+@on_ranks(3, devices=("sim-lazy",), backend="zeropp")
+def test_gpus_have_the_bits_of_the_cpu() -> None:
+    """Errors, values and bytes of the kernels and of the messages that go through the host."""
+    for (elems, chunk), dtype in zip(
+        SHAPES, (torch.float32, torch.bfloat16, torch.float16, torch.float32), strict=True
+    ):
+        both = [
+            zeropp.comm.OneBitAllReduce(elems, chunk_elems=chunk, device=device)
+            for device in ("cpu", torch.get_default_device())
+        ]
+        for call in range(CALLS):
+            sent = []
+            for reducer in both:
+                before = total()
+                reducer.reduce(inputs(dist.get_rank(), call, elems).to(reducer.device, dtype))
+                sent.append(total() - before)
+            assert sent[0] == sent[1], sent
+            if call % 2:
+                for reducer in both:
+                    reducer.scale_(0.25)
+            there, here = (reducer.decode_(torch.empty(elems, device=reducer.device)).cpu() for reducer in both)
+            assert torch.equal(there, here), (elems, dtype, call)
+            for name in ("worker_error", "server_error"):
+                assert torch.equal(getattr(both[0], name), getattr(both[1], name).cpu()), (elems, dtype, call, name)
+    with pytest.raises(ValueError, match="comm: reduce of a tensor on cpu, wanted sim"):
+        both[1].reduce(torch.empty(0, device="cpu"))
 
 
 def total() -> int:

@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import zeropp
-from ranks import on_ranks
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -104,12 +101,3 @@ WAITS = {
 def test_it_is_wrong_without_one_of_its_waits(name: str, tmp_path: Path) -> None:
     waiter, source, case, schedule = WAITS[name]
     assert any(one["wrong"] for one in train(case, (schedule,), tmp_path, f"{waiter},{source}"))
-
-
-@on_ranks(2, devices=("sim",))
-def test_an_optimizer_that_sends_single_bits_is_refused() -> None:
-    model = torch.nn.Linear(8, 8)
-    with pytest.raises(
-        zeropp.ConfigError, match="OneBitAdam on shards of 2 ranks that sim:0 holds is not supported yet"
-    ):
-        zeropp.prepare(model, zeropp.optim.OneBitAdam(model.parameters()), zeropp.Config(stage=2))

@@ -226,6 +226,31 @@ def test_every_stage() -> None:
                 assert all(torch.equal(values[key], runs[0][1][key]) for key in values), (name, more)
 
 
+@on_ranks(2, pytest.param("2 hosts", marks=pytest.mark.slow), devices=("sim-lazy",))
+def test_gpus_have_the_bits_of_the_cpu() -> None:
+    """A GPU compresses, adds and steps in kernels; messages go through the host, also to another one."""
+    made = {**OPTIMIZERS, "local steps": lambda p: zeropp.optim.ZeroOneAdam(p, **LOCAL, **ADAM)}
+    cases = [("1-bit Adam", 0), ("1-bit Adam", 2), ("0/1 Adam", 1), ("1-bit LAMB", 2), ("local steps", 0)]
+
+    def values(make: Any, stage: int, device: str) -> list[Tensor]:
+        with torch.device(device):
+            model = Given()
+            model, optimizer = zeropp.prepare(
+                model, make(model.parameters()), zeropp.Config(stage=stage, units=[Given], device=device)
+            )
+            for step in range(STEPS):
+                with torch.device("cpu"):
+                    gradients = gradients_of(step, dist.get_rank())
+                model(tuple(one.to(device) for one in gradients)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [value.cpu() for value in whole(model)]
+
+    for name, stage in cases:
+        here, there = (values(made[name], stage, device) for device in ("sim", "cpu"))
+        assert all(torch.equal(mine, wanted) for mine, wanted in zip(here, there, strict=True)), (name, stage)
+
+
 @on_ranks(2)
 def test_warm_up_is_adamw() -> None:
     plain, values = train(lambda p: torch.optim.AdamW(p, **ADAM), 5, stage=2)

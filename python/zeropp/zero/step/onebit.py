@@ -25,6 +25,8 @@ from zeropp.zero.step.updates import ADAMS, KernelStep
 
 #: Elements that share a scale.
 CHUNK_ELEMS = 4096
+#: Which tensors of :attr:`Slot.extra` have a number for each parameter. They are on the host, the others on the unit's device.
+NUMBERS = ("stepped",)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Slot:
     def reducer(self) -> OneBitAllReduce:
         """Made when first used: until the warm-up ends nothing is owed."""
         if self._reducer is None:
-            self._reducer = OneBitAllReduce(self.unit.elems, chunk_elems=CHUNK_ELEMS, group=self.unit.comm)
+            self._reducer = OneBitAllReduce(
+                self.unit.elems, chunk_elems=CHUNK_ELEMS, group=self.unit.comm, device=self.unit.device
+            )
             assert self._reducer.slice_elems == self.unit.shard_elems, "the shards of ZeRO are the servers' parts"
         return self._reducer
 
@@ -105,7 +109,7 @@ class Slot:
         held = self.unit.core.held()
         if held is None:
             return [None] * len(self.unit.params)
-        bucket = tensor_over(self.unit.core, held[0], self.unit.elems, self.unit.grad_dtype)
+        bucket = tensor_over(self.unit.core, held[0], self.unit.elems, self.unit.grad_dtype, self.engine.shard_device)
         return [one if touched else None for one, touched in zip(self.spans(bucket), held[1], strict=True)]
 
     @property
@@ -413,7 +417,7 @@ class CollectiveStep(StepStrategy):
                 if name in ("worker_error", "server_error"):
                     getattr(slot.reducer, name).copy_(tensor)
                 else:
-                    slot.extra[name] = tensor.clone()
+                    slot.extra[name] = tensor.to("cpu" if name in NUMBERS else slot.unit.device, copy=True)
         self.hold()
 
     def fitting(self, private: dict[str, Tensor] | None) -> dict[str, Tensor] | None:

@@ -436,20 +436,10 @@ def adopt(optimizer: optim.Optimizer, engine: Engine) -> None:
     _restore_scheduler_wrap(optimizer)
 
 
-def _refuse_one_bit(kind: type, engine: Engine) -> None:
-    """Raise zeropp.ConfigError where a one-bit optimizer would send what the GPUs of several ranks hold."""
-    if kind.__name__ in compat.ONE_BIT and engine.shard_device.type != "cpu" and engine.ranks > 1:
-        raise ConfigError(
-            f"prepare: {kind.__name__} on shards of {engine.ranks} ranks that {engine.shard_device} holds is not supported yet; use AdamW, "
-            "LAMB or another that sends exact values, or keep shards on the host with Offload(params='cpu', optimizer='cpu')"
-        )
-
-
 def _strategy_of(optimizer: optim.Optimizer, engine: Engine) -> StepStrategy:
     """Return what steps the shards: a part of its own, C, our operators, or torch's own code."""
     kind = kind_of(optimizer)
     if kind in _COLLECTIVE:
-        _refuse_one_bit(kind, engine)
         return _COLLECTIVE[kind](optimizer, engine)
     stepped = (unit for unit in engine.units if not unit.stays_frozen)
     plain = engine.config.state_name == "fp32" and all(unit.dtype != torch.float64 for unit in stepped)
