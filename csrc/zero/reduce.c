@@ -253,17 +253,36 @@ static zpp_status send_next(zpp_zero *zero, struct zpp_unit *unit, const struct 
     return status;
 }
 
-/* `all`: also units whose gradients did not all come, after the backward; without it `wait` is NULL. */
-static zpp_status drain(zpp_zero *zero, bool all, const struct zpp_wait *wait, struct zpp_err *err) {
-    while (zero->order_at < zero->order_count) {
-        struct zpp_unit *unit = zero->units[zero->order[zero->order_at]];
-        if (!all && !is_complete(unit->grad)) break;
-        const zpp_status status = send_next(zero, unit, wait, err);
-        if (status == ZPP_AGAIN && !all) break;
-        if (status != ZPP_OK) return status;
-    }
+static zpp_status poll(zpp_zero *zero, struct zpp_err *err) {
     const zpp_status status = zpp_stream_poll(zero->reduce, err);
     return status == ZPP_AGAIN ? ZPP_OK : status;
+}
+
+bool zpp_reduce_sends_singly(const zpp_zero *zero) {
+    return zpp_zero_by_nccl(zero) && zero->store == &zpp_grad_store_device_pooled;
+}
+
+int zpp_reduce_sent(const zpp_zero *zero) { return zero->order_at; }
+
+/* Buckets of units whose gradients have all come. */
+static zpp_status send_complete(zpp_zero *zero, struct zpp_err *err) {
+    const bool singly = zpp_reduce_sends_singly(zero);
+    zpp_status status = ZPP_OK;
+    for (int sent = 0; zero->order_at < zero->order_count && !(singly && sent); sent++) {
+        struct zpp_unit *unit = zero->units[zero->order[zero->order_at]];
+        if (!is_complete(unit->grad)) break;
+        status = send_next(zero, unit, NULL, err);
+        if (status == ZPP_AGAIN) break;
+        if (status != ZPP_OK) return status;
+    }
+    return poll(zero, err);
+}
+
+zpp_status zpp_reduce_send_until(zpp_zero *zero, int count, const struct zpp_wait *wait, struct zpp_err *err) {
+    zpp_status status = ZPP_OK;
+    while (zero->order_at < zero->order_count && zero->order_at < count && status == ZPP_OK)
+        status = send_next(zero, zero->units[zero->order[zero->order_at]], wait, err);
+    return status == ZPP_OK ? poll(zero, err) : status;
 }
 
 /* --- the calls ---------------------------------------------------------------------------------------------------- */
@@ -331,7 +350,7 @@ zpp_status zpp_zero_grad(zpp_zero *zero, int index, size_t param, const void *fr
     status = zpp_unit_noticed(unit, "the backward", put_gradient(zero, unit, param, from, err), err);
     if (status != ZPP_OK) return status;
     count_gradient(grad, param, partial);
-    return zero->reduces && is_complete(grad) ? drain(zero, false, NULL, err) : ZPP_OK;
+    return zero->reduces && is_complete(grad) ? send_complete(zero, err) : ZPP_OK;
 }
 
 /* Stage 0: from here on the whole gradient lies in the bucket on every rank, also where it had none. */
@@ -373,7 +392,7 @@ zpp_status zpp_reduce_send_rest(zpp_zero *zero, const struct zpp_wait *wait, str
     if (zpp_zero_keeps_local_grads(zero) && zero->store->end_backward) {
         status = zero->store->end_backward(zero, false, err);
     } else if (zero->reduces && zero->order_count) {
-        status = drain(zero, true, wait, err);
+        status = zpp_reduce_send_until(zero, zero->order_count, wait, err);
         zero->unsettled = status == ZPP_OK;
     }
     return status;
@@ -404,7 +423,7 @@ static void end_alone(zpp_zero *zero) {
     const struct zpp_wait patience = {.timeout_ns = UINT64_C(600000000000), .tick = NULL, .ctx = NULL};
     struct zpp_err ignored = ZPP_ERR_INIT;
     if (zero->ranks > 1 || !zero->in_backward || !zero->reduces || !zero->order_at) return;
-    zpp_status status = drain(zero, true, &patience, &ignored);
+    zpp_status status = zpp_reduce_send_until(zero, zero->order_count, &patience, &ignored);
     if (status == ZPP_OK) status = finish(zero, &patience, &ignored);
     if (status == ZPP_OK) zpp_zero_clear_grads(zero);
 }

@@ -112,6 +112,13 @@ zpp_status zpp_reduce_seal(zpp_zero *zero, struct zpp_err *err);
 /* True if a reduction or an exchange is under way that has not ended. */
 bool zpp_reduce_pending(const zpp_zero *zero);
 void zpp_reduce_drop_unit(zpp_zero *zero, struct zpp_unit *unit);
+/* How many units of the order of reductions went out. */
+int zpp_reduce_sent(const zpp_zero *zero);
+/* True if one gradient lets one unit go out at most. With NCCL and steps inside the backward a sum is enqueued, and has
+ * memory, when its unit goes out: at the same place of the program on all ranks. Steps give the memory back. */
+bool zpp_reduce_sends_singly(const zpp_zero *zero);
+/* The backward is over: of the order of reductions so many units go out now, as far as they did not yet. */
+zpp_status zpp_reduce_send_until(zpp_zero *zero, int count, const struct zpp_wait *wait, struct zpp_err *err);
 /* The backward is over: what did not go out does so now. zpp_zero_settle waits for it. */
 zpp_status zpp_reduce_send_rest(zpp_zero *zero, const struct zpp_wait *wait, struct zpp_err *err);
 

@@ -349,6 +349,29 @@ static void step_reduced(zpp_step_in_backward *self) {
     }
 }
 
+/* Wait for the next unit that went out, and step it. */
+static zpp_status step_next(zpp_step_in_backward *self, struct zpp_err *err) {
+    int unit = -1;
+    void *token = begin_long(self);
+    const zpp_status status =
+        zpp_zero_wait_reduced(self->stepper->zero, self->done, &self->caller.wait, &unit, err);
+    end_long(self, token);
+    if (status != ZPP_OK) return status;
+    self->done++;
+    step_unit(self, unit);
+    return ZPP_OK;
+}
+
+/* The unit that goes out next has memory for its sum. */
+static zpp_status step_overdue(zpp_step_in_backward *self, struct zpp_err *err) {
+    const zpp_zero *zero = self->stepper->zero;
+    zpp_status status = ZPP_OK;
+    if (!zpp_reduce_sends_singly(zero)) return ZPP_OK;
+    while (zpp_reduce_sent(zero) - self->done >= ZPP_POOLED_GRADS && status == ZPP_OK && !self->raised)
+        status = step_next(self, err);
+    return status;
+}
+
 zpp_status zpp_step_in_backward_grad(zpp_step_in_backward *self, int unit, size_t param, bool partial,
                                      struct zpp_err *err) {
     struct progress *own = &self->units[unit];
@@ -360,26 +383,28 @@ zpp_status zpp_step_in_backward_grad(zpp_step_in_backward *self, int unit, size_
     own->seen[param] = 1;
     const bool complete = own->missing == 0 && !own->partial && zpp_zero_used_once(self->stepper->zero, unit);
     if (complete && !make_final(self, unit)) return result_of(self, err);
-    if (zpp_zero_reduces(self->stepper->zero)) step_reduced(self);
-    else if (complete) step_unit(self, unit);
+    zpp_status status = ZPP_OK;
+    if (zpp_zero_reduces(self->stepper->zero)) {
+        step_reduced(self);
+        status = step_overdue(self, err);
+    } else if (complete) {
+        step_unit(self, unit);
+    }
     if (!self->raised) poll_states(self);
-    return result_of(self, err);
+    return status == ZPP_OK ? result_of(self, err) : status;
 }
 
 zpp_status zpp_step_in_backward_drain(zpp_step_in_backward *self, struct zpp_err *err) {
     zpp_zero *zero = self->stepper->zero;
     if (!self->open || !self->device || !zpp_zero_reduces(zero)) return ZPP_OK;
-    void *token = begin_long(self);
-    zpp_status status = zpp_reduce_send_rest(zero, &self->caller.wait, err);
-    end_long(self, token);
+    zpp_status status = ZPP_OK;
     self->raised = false;
-    for (int unit = 0; unit >= 0 && status == ZPP_OK && !self->raised;) {
-        token = begin_long(self);
-        status = zpp_zero_wait_reduced(zero, self->done, &self->caller.wait, &unit, err);
+    while (status == ZPP_OK && !self->raised) {
+        void *token = begin_long(self);
+        status = zpp_reduce_send_until(zero, self->done + ZPP_POOLED_GRADS, &self->caller.wait, err);
         end_long(self, token);
-        if (status != ZPP_OK || unit < 0) break;
-        self->done++;
-        step_unit(self, unit);
+        if (status != ZPP_OK || zpp_reduce_sent(zero) == self->done) break;
+        status = step_next(self, err);
     }
     return status == ZPP_OK ? result_of(self, err) : status;
 }

@@ -123,17 +123,7 @@ static zpp_status make(zpp_device_steps *self, struct zpp_err *err) {
     return status == ZPP_OK ? zpp_device_steps_forget(self, err) : status;
 }
 
-/* A unit would be stepped when its flags have come, which is another moment on each rank. */
-static zpp_status check_way(const struct zpp_stepper *stepper, struct zpp_err *err) {
-    if (!zpp_zero_by_nccl(stepper->zero)) return ZPP_OK;
-    return zpp_fail(err, ZPP_NOT_BUILT,
-                    "zero: steps inside the backward on GPUs whose shards NCCL moves are not supported yet; leave "
-                    "step_in_backward out, or use one host, whose GPUs map each other");
-}
-
 zpp_status zpp_device_steps_create(const struct zpp_stepper *stepper, zpp_device_steps **out, struct zpp_err *err) {
-    const zpp_status way = check_way(stepper, err);
-    if (way != ZPP_OK) return way;
     zpp_device_steps *self = calloc(1, sizeof *self);
     if (!self) return zpp_fail(err, ZPP_NOMEM, "zero: no memory for steps inside the backward");
     self->stepper = stepper;

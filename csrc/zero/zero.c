@@ -134,7 +134,6 @@ zpp_status zpp_zero_set_grads_fraction(zpp_zero *zero, double fraction, struct z
 
 void zpp_zero_pool_grads(zpp_zero *zero) {
     if (zero->store == &zpp_grad_store_memory) zero->store = &zpp_grad_store_pooled;
-    if (zpp_zero_by_nccl(zero)) return; /* they are refused */
     if (zero->store == &zpp_grad_store_device && !zpp_keeps_buckets(zero) && zero->ranks > 1)
         zero->store = &zpp_grad_store_device_pooled;
 }

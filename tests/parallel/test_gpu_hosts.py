@@ -172,6 +172,7 @@ SLOW = pytest.mark.slow
         ("aabb", NCCL, {"stage": 3}),
         ("abab", COPY, {"stage": 2}),
         pytest.param("abab", COPY, {"stage": 3, "step_in_backward": True}, marks=SLOW),
+        pytest.param("aabb", NCCL, {"stage": 3, "step_in_backward": True}, marks=SLOW),
         pytest.param("aabb", NCCL, {"stage": 0}, marks=SLOW),
         pytest.param("aabb", NCCL, {"stage": 2, "accumulate": 2}, marks=SLOW),
         pytest.param("aabb", NCCL, {"stage": 3, "precision": "fp16"}, marks=SLOW),
@@ -295,7 +296,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a mesh of several dimensions with shards on the hosts of several hosts is": {
         "offload": zeropp.Offload(params="cpu", optimizer="cpu")
     },
-    "step_in_backward over several hosts is": {"step_in_backward": True},
     "Config.experts in a mesh of several dimensions over several hosts is": {"experts": 2},
 }
 

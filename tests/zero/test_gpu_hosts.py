@@ -45,10 +45,6 @@ def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "copies": ({"comm": zeropp.Comm(gather="copy")}, "GPUs of different hosts cannot map each other's memory"),
-    "steps inside": (
-        {"step_in_backward": True},
-        "step_in_backward over several hosts is not supported yet; leave it out",
-    ),
     "experts on the host": (
         {"experts": zeropp.Experts(offload=zeropp.Offload(optimizer="cpu"))},
         r"Experts\(offload=\) over several hosts is not supported yet; leave it out",

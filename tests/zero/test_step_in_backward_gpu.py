@@ -80,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, few buckets": {"stage": 3, "bucket_bytes": 1},
     "stage 3, fewer bits": {"stage": 3, "comm": Comm(params="int8", grads="int8")},
 }
+OFTEN = ("stage 1", "stage 3", "stage 3, few buckets")
 OPTIMIZERS = {
     "SGD": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, nesterov=True),
     "Lion": lambda params, lr: zeropp.optim.Lion(params, lr=lr),
@@ -99,6 +100,17 @@ def check_same(make: Any = torch.optim.AdamW, **options: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_it_has_the_bits_of_the_step_after_the_backward(name: str) -> None:
     check_same(**CASES[name])
+
+
+@on_ranks("2 hosts", devices=("sim", "sim-lazy"))
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=SELDOM) for n in CASES])
+def test_nccl_has_the_bits_of_the_step_after_the_backward(name: str) -> None:
+    check_same(**CASES[name])
+
+
+@on_ranks("2 hosts", devices=("sim-lazy",))
+def test_nccl_with_steps_by_calls_of_torch() -> None:
+    check_same(OPTIMIZERS["RAdam"], accumulate=2, bucket_bytes=1)
 
 
 @on_ranks(2, devices=("sim-lazy",))
@@ -121,7 +133,7 @@ def test_steps_by_calls_of_torch(name: str) -> None:
     check_same(OPTIMIZERS[make], **options)
 
 
-@on_ranks(2, devices=("sim",))
+@on_ranks(2, "2 hosts", devices=("sim",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_have_the_memory_of_two_units(stage: int) -> None:
     model, optimizer = prepared(stage=stage, step_in_backward=True)

@@ -156,7 +156,6 @@ def _check_nccl(config: Config, device: torch.device, ranks: JobRanks, where: st
         "Config.experts in a mesh of several dimensions": config.experts is not None
         and ranks.job is not None
         and ranks.job is not ranks.data,
-        "step_in_backward": config.step_in_backward,
         "Comm(secondary_shard='host')": bool(config.comm.secondary_shard),
     }
     for option, given in others.items():
