@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from ranks import each_rank, launched  # noqa: E402, F401  (fixtures)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --quick and --device, which `make test-quick` and `make test DEVICE=` pass."""
+    """Add --quick and --device, which `make test-quick` and `make test DEVICE=` pass, and --sample, which .ci/run passes."""
     parser.addoption("--quick", action="store_true", help="one test of each file: every area, in minutes")
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="every test, but one in N of its cases")
     parser.addoption(
         "--device",
         default="",
@@ -38,15 +40,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one test of each file under --quick: the first with the mark `quick`, or the first."""
-    if not config.getoption("--quick"):
-        return
+    """Keep the tests that --quick and --sample name."""
+    keep(config, items, first_of_each_file(items) if config.getoption("--quick") else items)
+    keep(config, items, one_in(config.getoption("--sample"), items))
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], chosen: list[pytest.Item]) -> None:
+    """Deselect all items but the chosen ones."""
+    ids = {id(item) for item in chosen}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
+    items[:] = [item for item in items if id(item) in ids]
+
+
+def first_of_each_file(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the first test of each file with the mark `quick`, or the first."""
     first: dict[Path, pytest.Item] = {}
     for item in sorted(items, key=lambda item: item.get_closest_marker("quick") is None):
         first.setdefault(item.path, item)
-    kept = [item for item in items if item in first.values()]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    return list(first.values())
+
+
+def one_in(share: int, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return one in ``share`` of each test's cases, at least one. Which ones depends on the name of the test alone."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [
+        item
+        for name, found in cases.items()
+        for item in found[zlib.crc32(name.encode()) % min(share, len(found)) :: share]
+    ]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
